@@ -1,0 +1,78 @@
+"""Names of the files and columns of a run: what `ablate` writes and `analysis` reads.
+
+    runs/<experiment>/<cell>/
+        config.json     {"hash", "experiment", "cell": {"name", "variant", "seed", "point"}, "config": {...}}
+        env.json        provenance (ablate.provenance) and the hashes that prove the pairing
+        metrics.jsonl   one object per optimizer step, keys below
+        eval.jsonl      one object per evaluation: {"step", "eval/<name>": float, ...}
+        rollouts/       step-000001.parquet, one row per completion, columns ROLLOUT_COLUMNS
+        checkpoint/     what a resume needs; removed once the cell is done unless it is kept on request
+        done.json       written last: {"hash", "seconds", "steps", "eval": {...}, "pairing": {...}, "finished_at"}
+        failed.json     {"hash", "type", "message", "traceback", "step"} of the last failure, removed on success
+    runs/<experiment>/report/   table.md, table.csv, table.tex, *.png, *.svg, report.html
+
+This module imports nothing, so that reading runs needs neither torch nor TRL.
+"""
+
+CONFIG_FILE = "config.json"
+ENV_FILE = "env.json"
+METRICS_FILE = "metrics.jsonl"
+EVAL_FILE = "eval.jsonl"
+ROLLOUTS_DIR = "rollouts"
+CHECKPOINT_DIR = "checkpoint"
+DONE_FILE = "done.json"
+FAILED_FILE = "failed.json"
+REPORT_DIR = "report"
+
+EVAL_PREFIX = "eval/"
+
+# metrics.jsonl. TRL's names where TRL has one. rewards/<function>/mean and /std come on top, one pair per reward function.
+STEP = "step"  # optimizer step, counted from 1
+METRICS = (
+    "loss",
+    "grad_norm",
+    "learning_rate",
+    "reward",
+    "reward_std",
+    "frac_reward_zero_std",
+    "kl",  # k3 estimate of KL(policy || reference), mean over tokens
+    "kl_own",  # the variant's own KL term, before beta
+    "entropy",  # of the policy's next-token distribution, nats, mean over tokens
+    "clip_ratio/low_mean",
+    "clip_ratio/high_mean",
+    "clip_ratio/region_mean",
+    "weight_distance",  # L2 distance of the trained parameters from their start
+    "completions/mean_length",
+    "completions/min_length",
+    "completions/max_length",
+    "completions/clipped_ratio",
+    "tokens_per_second",
+    "peak_memory_bytes",
+    "step_time",  # seconds, of the whole step
+    "time/rollout",
+    "time/reward",
+    "time/logps",  # old and reference log-probs
+    "time/loss",
+    "time/optimizer",
+)
+
+# rollouts/*.parquet, one row per completion; lists are per token of the completion, padding removed
+ROLLOUT_COLUMNS = (
+    "step",  # optimizer step that first uses the completion
+    "group",  # index of the prompt within the step
+    "sample",  # index of the completion within the group
+    "prompt_ids",
+    "completion_ids",
+    "completion_mask",  # 0 where the loss ignores the token (a truncated completion that is masked out)
+    "advantage",
+    "rewards",  # struct: reward function name -> float or null
+    "old_per_token_logps",  # null when no old log-probs were used (on-policy)
+    "ref_per_token_logps",  # null when beta = 0
+    "sampling_per_token_logps",  # null when the engine gives none
+    "sampling_seed",
+    "prompt",
+    "completion",
+)
+
+# env.json["pairing"] and done.json["pairing"]: equal for every variant of one seed and grid point
+PAIRING = ("initial_weights_sha256", "data_sha256", "prompt_order_sha256", "sampling_seeds_sha256")

@@ -1,0 +1,128 @@
+"""Refusals: what an input must be, said by the argument's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from losses.spec import LossInputs, Variant
+
+
+def may_look(x: Tensor) -> bool:
+    """Whether values may be read: that waits for the device, which a CUDA graph under capture, or a compiler, cannot."""
+    return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def check_finite(name: str, x: Tensor | None, mask: Tensor | None = None) -> None:
+    """Raises ValueError naming `name` and the first place where `x` is NaN or infinite at an unmasked token."""
+    if x is None or not may_look(x):
+        return
+    bad = ~torch.isfinite(x.detach())
+    if mask is not None:
+        bad = bad & (mask.bool() if x.dim() == 2 else mask.bool().any(-1))
+    if bad.any():
+        where = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(f"{name} is {x[where].item()} at {where}: every unmasked value must be finite")
+
+
+def check_ids(ids: Tensor, mask: Tensor | None, vocab: int) -> None:
+    """Raises ValueError where an unmasked token id is outside [0, vocab)."""
+    if not may_look(ids):
+        return
+    bad = (ids < 0) | (ids >= vocab)
+    if mask is not None:
+        bad = bad & mask.bool()
+    if bad.any():
+        where = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"completion_ids holds {ids[where].item()} at {where}, but lm_head_weight has {vocab} rows: "
+            "mask the token or use the model's own tokenizer"
+        )
+
+
+def check_inputs(variant: Variant, inputs: LossInputs, params: dict[str, Any], shape: torch.Size) -> None:
+    """Shapes, needs and finite numbers of `inputs` for log-probs of `shape` (B, T)."""
+    if len(shape) != 2:
+        raise ValueError(f"per-token log-probs must be (B, T), not {tuple(shape)}")
+    for name in (
+        "completion_ids",
+        "completion_mask",
+        "old_per_token_logps",
+        "ref_per_token_logps",
+        "sampling_per_token_logps",
+    ):
+        x = getattr(inputs, name)
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, but the policy's log-probs are {tuple(shape)}")
+    if inputs.advantages.shape not in (shape, shape[:1]):
+        raise ValueError(
+            f"advantages has shape {tuple(inputs.advantages.shape)}; it must be {tuple(shape[:1])} or {tuple(shape)}"
+        )
+    if inputs.group_ids is not None and inputs.group_ids.shape != shape[:1]:
+        raise ValueError(f"group_ids has shape {tuple(inputs.group_ids.shape)}; it must be {tuple(shape[:1])}")
+    if inputs.completion_ids.is_floating_point():
+        raise ValueError(f"completion_ids must be integers, not {inputs.completion_ids.dtype}")
+    check_mask(inputs.completion_mask)
+    if params["beta"] > 0:
+        if variant.vocabulary is not None and inputs.ref_hidden is None:
+            raise ValueError(
+                f"ref_hidden is needed by {variant.name!r} with beta > 0: give the reference's states, or beta=0"
+            )
+        if variant.vocabulary is None and variant.kl is not None and inputs.ref_per_token_logps is None:
+            raise ValueError(
+                f"ref_per_token_logps is needed by {variant.name!r} with beta={params['beta']}: "
+                "give the reference's log-probs, or beta=0"
+            )
+    mask = inputs.completion_mask
+    check_finite("advantages", inputs.advantages, mask)
+    for name in ("old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps"):
+        check_finite(name, getattr(inputs, name), mask)
+    for name in ("num_items_in_batch", "num_sequences_in_batch"):
+        count = getattr(inputs, name)
+        if isinstance(count, Tensor) and count.dim() != 0:
+            raise ValueError(f"{name} must be an int or a 0-d tensor, not {tuple(count.shape)}")
+        if isinstance(count, int | float) and count < 0:
+            raise ValueError(f"{name}={count} is negative")
+
+
+def check_mask(mask: Tensor) -> None:
+    if mask.dtype != torch.bool and may_look(mask) and not ((mask == 0) | (mask == 1)).all():
+        raise ValueError("completion_mask must hold only 0 and 1")
+
+
+def check_head(
+    hidden: Tensor, weight: Tensor, ids: Tensor, mask: Tensor | None, bias: Tensor | None, temperature: float,
+    softcap: float | None, scale: float,
+) -> None:  # fmt: skip
+    """Shapes, devices and ranges of an LM head's product."""
+    if hidden.dim() != 3:
+        raise ValueError(f"hidden must be (B, T, H), not {tuple(hidden.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[2]:
+        raise ValueError(
+            f"lm_head_weight has shape {tuple(weight.shape)}; it must be (V, {hidden.shape[2]}) for this hidden"
+        )
+    if ids.shape != hidden.shape[:2]:
+        raise ValueError(f"completion_ids has shape {tuple(ids.shape)}, but hidden is {tuple(hidden.shape)}")
+    if mask is not None and mask.shape != ids.shape:
+        raise ValueError(f"completion_mask has shape {tuple(mask.shape)}, but completion_ids {tuple(ids.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"lm_head_bias has shape {tuple(bias.shape)}; it must be {tuple(weight.shape[:1])}")
+    for name, x in (
+        ("lm_head_weight", weight),
+        ("completion_ids", ids),
+        ("lm_head_bias", bias),
+        ("completion_mask", mask),
+    ):
+        if x is not None and x.device != hidden.device:
+            raise ValueError(f"{name} is on {x.device}, hidden on {hidden.device}")
+    if not hidden.is_floating_point() or not weight.is_floating_point():
+        raise ValueError(f"hidden ({hidden.dtype}) and lm_head_weight ({weight.dtype}) must be floating point")
+    if not temperature > 0 or temperature == float("inf"):
+        raise ValueError(f"temperature={temperature} must be positive and finite")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"logit_softcap={softcap} must be positive, or None")
+    if scale == 0 or scale != scale:
+        raise ValueError(f"logit_scale={scale} must be a number other than 0")
+    check_ids(ids, mask, weight.shape[0])

@@ -1,0 +1,226 @@
+"""A variant's loss from per-token log-probs: value, analytic derivative and metrics, all on (B, T) tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from losses import checks
+from losses.aggregation import weights
+from losses.spec import LossInputs, LossOutput, Metric, Variant, body_params, get
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A variant evaluated and aggregated: loss = loss_surrogate + beta x loss_kl, and its derivative in n likewise.
+
+    The losses are 0-d, the derivatives (B, T) and 0 where masked; the surrogate's hold the correction for the sampler.
+    """
+
+    loss_surrogate: Tensor
+    grad_surrogate: Tensor
+    loss_kl: Tensor | None
+    grad_kl: Tensor | None
+    beta: float
+    metrics: dict[str, Metric]
+
+    @property
+    def loss(self) -> Tensor:
+        return self.loss_surrogate if self.loss_kl is None else self.loss_surrogate + self.beta * self.loss_kl
+
+    @property
+    def grad(self) -> Tensor:
+        return self.grad_surrogate if self.grad_kl is None else self.grad_surrogate + self.beta * self.grad_kl
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What the token terms read beside n, cleaned: (B, T), or (tokens,) after `at`. None where there is none."""
+
+    mask: Tensor
+    weight: Tensor  # of the aggregation
+    a: Tensor
+    o: Tensor | None  # None: o = n
+    p: Tensor | None
+    mu: Tensor | None  # the sampler's log-probs
+
+    def at(self, index: Tensor) -> Tokens:
+        """The tokens at flat positions `index`."""
+        return Tokens(*(x if x is None else x.reshape(-1)[index] for x in vars(self).values()))
+
+
+def prepare(variant: Variant, inputs: LossInputs, params: dict[str, Any], dtype: torch.dtype) -> Tokens:
+    """The token inputs in `dtype`. Masked positions are replaced before any exp, never multiplied away after it."""
+    mask = inputs.completion_mask.bool()
+
+    def clean(x: Tensor | None) -> Tensor | None:
+        return None if x is None else torch.where(mask, x.detach().to(dtype), 0)
+
+    a = inputs.advantages
+    weight = weights(
+        mask,
+        variant.aggregation,
+        num_items=inputs.num_items_in_batch,
+        num_sequences=inputs.num_sequences_in_batch,
+        params=params,
+        dtype=dtype,
+    )
+    return Tokens(
+        mask=mask,
+        weight=weight,
+        a=torch.where(mask, (a if a.dim() == 2 else a.unsqueeze(1)).detach().to(dtype), 0),
+        o=clean(inputs.old_per_token_logps),
+        p=clean(inputs.ref_per_token_logps),
+        mu=clean(inputs.sampling_per_token_logps),
+    )
+
+
+def call_body(body: Callable, log_probs: tuple[Tensor | None, ...], params: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """A body on torch tensors, its parameters looked up by name; an epsilon that is not set does not clip."""
+    return body(*log_probs, *(_number(params[name]) for name in body_params(body)))
+
+
+def _number(value: Any) -> float:
+    return math.inf if value is None else value
+
+
+def evaluate(variant: Variant, n: Tensor, inputs: LossInputs, params: dict[str, Any]) -> Terms:
+    """The variant at log-probs n (B, T), without autograd. `params` come from `variant.resolve`."""
+    dtype = torch.float64 if n.dtype == torch.float64 else torch.float32
+    t = prepare(variant, inputs, params, dtype)
+    mask = t.mask
+    n = torch.where(mask, n.detach().to(dtype), 0)
+    o = n if t.o is None else t.o
+    metrics: dict[str, Metric] = {}
+    w: Tensor | float = 1.0
+    if t.mu is not None:
+        w = _sampling_weight(o, t, params)
+        metrics["sampling/importance_sampling_ratio/mean"] = token_metric(w.expand_as(n), mask)
+
+    if variant.sequence_term is not None:
+        value, grad = variant.sequence_term(n, o, t.p, t.a, mask, inputs, params)
+        share = weights(
+            mask, "sequence_mean", num_sequences=inputs.num_sequences_in_batch, params=params, dtype=dtype
+        ).sum(-1, keepdim=True)
+        loss_surrogate, grad_surrogate = (share * value.unsqueeze(1)).sum(), share * grad
+    elif variant.ratio_level == "sequence":
+        length = mask.sum(-1, keepdim=True).clamp(min=1).to(dtype)
+        log_ratio = ((n - o).sum(-1, keepdim=True) / length).expand_as(n)
+        value, grad = call_body(variant.surrogate, (log_ratio, torch.zeros_like(n), t.a), params)
+        loss_surrogate = (t.weight * w * value).sum()
+        # Every token's loss depends on every log-prob of its completion, each with 1 / length.
+        grad_surrogate = (t.weight * w * grad).sum(-1, keepdim=True) * mask.to(dtype) / length
+        _clip_metrics(metrics, log_ratio.exp(), t.a, mask, params)
+    else:
+        value, grad = call_body(variant.surrogate, (n, o, t.a), params)
+        loss_surrogate, grad_surrogate = (t.weight * w * value).sum(), t.weight * w * grad
+        _clip_metrics(metrics, (n - o).exp(), t.a, mask, params)
+
+    loss_kl = grad_kl = None
+    if params["beta"] > 0 and variant.kl is not None:
+        kl, slope = call_body(variant.kl, (n, t.p, o), params)
+        loss_kl, grad_kl = (t.weight * kl).sum(), t.weight * slope
+        metrics["kl_own"] = token_metric(kl, mask)
+    if t.p is not None:
+        metrics["kl"] = token_metric((t.p - n).exp() - (t.p - n) - 1, mask)
+    return Terms(loss_surrogate, grad_surrogate, loss_kl, grad_kl, params["beta"], metrics)
+
+
+def token_gradient(
+    variant: Variant, inputs: LossInputs, params: dict[str, Any], dtype: torch.dtype
+) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """(n (tokens,), their flat positions) -> d loss / d n of those tokens alone, or None where it needs other tokens.
+
+    What lets a trained head's weight gradient be formed in the forward pass, chunk by chunk.
+    """
+    t = prepare(variant, inputs, params, dtype)
+    sequence_weight = t.mu is not None and params["sampling_mode"].startswith("sequence")
+    if not variant.token_level or variant.vocabulary is not None or (sequence_weight and t.o is None):
+        return None
+    w = _sampling_weight(t.o, t, params).expand_as(t.mask).reshape(-1) if sequence_weight else None
+
+    def gradient(n: Tensor, index: Tensor) -> Tensor:
+        here = t.at(index)
+        o = n if here.o is None else here.o
+        _, grad = call_body(variant.surrogate, (n, o, here.a), params)
+        if w is not None:
+            grad = grad * w[index]
+        elif here.mu is not None:
+            grad = grad * _sampling_weight(o, here, params)
+        if params["beta"] > 0 and variant.kl is not None:
+            grad = grad + params["beta"] * call_body(variant.kl, (n, here.p, o), params)[1]
+        return here.weight * grad
+
+    return gradient
+
+
+def token_metric(values: Tensor, mask: Tensor) -> Metric:
+    """Mean over unmasked tokens, poolable."""
+    return Metric(torch.where(mask, values.detach(), 0).sum(), mask.sum().to(torch.float32))
+
+
+def _sampling_weight(o: Tensor, t: Tokens, params: dict[str, Any]) -> Tensor:
+    """exp(o - mu) of the completion (B, 1) or of each token (B, T), truncated or masked at sampling_clip_max."""
+    level, action = params["sampling_mode"].split("_")
+    log_ratio = torch.where(t.mask, o - t.mu, 0)
+    ratio = (log_ratio.sum(-1, keepdim=True) if level == "sequence" else log_ratio).exp()
+    cap = params["sampling_clip_max"]
+    return ratio.clamp(max=cap) if action == "truncate" else torch.where(ratio <= cap, ratio, 0)
+
+
+def _clip_metrics(metrics: dict[str, Metric], ratio: Tensor, a: Tensor, mask: Tensor, params: dict[str, Any]) -> None:
+    low = (ratio < 1 - _number(params["epsilon"])) & (a < 0)
+    high = (ratio > 1 + _number(params["epsilon_high"])) & (a > 0)
+    for name, clipped in (("low", low), ("high", high), ("region", low | high)):
+        metrics[f"clip_ratio/{name}_mean"] = token_metric(clipped.to(ratio.dtype), mask)
+
+
+class _Attach(torch.autograd.Function):
+    """`loss` as a function of `n` whose derivative is `grad`: the variant's own, written by hand."""
+
+    @staticmethod
+    def forward(ctx, n: Tensor, loss: Tensor, grad: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        ctx.dtype = n.dtype
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        (grad,) = ctx.saved_tensors
+        return (grad * grads[0]).to(ctx.dtype), None, None
+
+
+def policy_loss(
+    per_token_logps: Tensor, inputs: LossInputs, variant: str | Variant = "reference", **params: Any
+) -> LossOutput:
+    """A variant's loss from the policy's log-probs.
+
+    Args:
+        per_token_logps: (B, T) float, n. float64 stays float64; all else is computed in float32.
+        inputs: see `LossInputs`.
+        variant: a registered name, or a `Variant`.
+        params: the variant's parameters (`losses.get(name).all_params`).
+
+    Raises:
+        ValueError: shapes that disagree, an input that the variant needs and does not get, NaN or infinite numbers at
+            unmasked tokens, an unknown variant or parameter.
+    """
+    variant = get(variant) if isinstance(variant, str) else variant
+    values = variant.resolve(params)
+    checks.check_inputs(variant, inputs, values, per_token_logps.shape)
+    if variant.vocabulary is not None:
+        raise ValueError(f"variant {variant.name!r} works on the vocabulary: use linear_policy_loss with ref_hidden")
+    checks.check_finite("per_token_logps", per_token_logps, inputs.completion_mask)
+    return attach(per_token_logps, evaluate(variant, per_token_logps, inputs, values), inputs)
+
+
+def attach(per_token_logps: Tensor, terms: Terms, inputs: LossInputs) -> LossOutput:
+    """The output whose loss carries the terms' derivative back to `per_token_logps`."""
+    loss = _Attach.apply(per_token_logps, terms.loss, terms.grad)
+    logps = torch.where(inputs.completion_mask.bool(), per_token_logps.detach(), 0)
+    return LossOutput(loss, logps if logps.dtype == torch.float64 else logps.float(), terms.metrics)
