@@ -46,7 +46,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if not INTERPRETED:
             for item in kernels:
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device, or TRITON_INTERPRET=1 (make test-triton)"))
+                item.add_marker(
+                    pytest.mark.skip(reason="needs a CUDA device, or TRITON_INTERPRET=1 (make test-triton)")
+                )
     if importlib.util.find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("vllm") or _in(item, "vllm"):
