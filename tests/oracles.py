@@ -152,7 +152,14 @@ FOUNDING = {
     "full_reverse_kl": Definition(token_ratio, lambda n, p: torch.exp(n) * k3(n, p)),
     "forward_kl": Definition(token_ratio, lambda n, p: torch.exp(p.detach()) * (p.detach() - n)),
 }
-"""The four variants of the founding experiment. A new variant of the library needs a transcription here."""
+"""The four variants of the founding experiment."""
+
+DEFINITIONS = FOUNDING | {
+    "dapo": Definition(token_ratio, k3, "token_mean"),  # Yu et al. 2025, eq. 8
+    "dr_grpo": Definition(token_ratio, k3, "constant"),  # Liu et al. 2025, sec. 3.2
+    "gspo": Definition(sequence_ratio, k3),  # Zheng et al. 2025, eq. 5-7
+}
+"""Every registered variant; a new one needs its transcription here."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------

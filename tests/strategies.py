@@ -169,6 +169,7 @@ def make_case(
     mask_dtype: torch.dtype = torch.bool,
     bias: bool = False,
     old: bool = True,
+    ref: bool = True,
     sampling: bool = False,
     token_advantages: bool = False,
     temperature: float = 1.0,
@@ -209,7 +210,7 @@ def make_case(
     return replace(
         case,
         old=drawn_from if old else None,
-        ref=n + 0.5 * normal(batch, length),
+        ref=n + 0.5 * normal(batch, length) if ref else None,
         sampling=drawn_from + 0.1 * normal(batch, length) if sampling else None,
     )
 
@@ -223,6 +224,7 @@ temperatures = st.sampled_from((1.0, 0.5, 0.7, 1.3))
 softcaps = st.sampled_from((None, 2.0, 30.0))
 scales = st.sampled_from((1.0, 0.0625, 2.5))
 betas = st.sampled_from((0.04, 0.0, 1.0))
+sampling_modes = st.sampled_from(("sequence_truncate", "sequence_mask", "token_truncate", "token_mask"))
 epsilons = st.sampled_from(((None, None), (0.2, None), (0.13, 0.28)))
 
 
@@ -230,6 +232,7 @@ epsilons = st.sampled_from(((None, None), (0.2, None), (0.13, 0.28)))
 def cases(draw: st.DrawFn, **fixed: Any) -> Case:
     """Cases of every structure; keyword arguments of `make_case` hold some of it fixed."""
     low, high = draw(epsilons)
+    beta = draw(betas)
     drawn: dict[str, Any] = {
         "seed": draw(seeds),
         "batch": draw(st.integers(1, 5)),
@@ -245,7 +248,10 @@ def cases(draw: st.DrawFn, **fixed: Any) -> Case:
         "temperature": draw(temperatures),
         "softcap": draw(softcaps),
         "scale": draw(scales),
-        "beta": draw(betas),
+        "ref": beta > 0 or draw(st.booleans()),
+        "beta": beta,
+        "sampling_mode": draw(sampling_modes),
+        "sampling_clip_max": draw(st.sampled_from((3.0, 1.02))),
         "epsilon": low,
         "epsilon_high": high,
     }
