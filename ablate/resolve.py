@@ -1,0 +1,119 @@
+"""What `auto` stands for, in one place: device, rollout engine, cells side by side, threads.
+
+An explicit request never falls back: it is met, or a ConfigError names the key.
+
+torch is imported only where a CUDA device is asked for by name or may be there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ablate.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from ablate.config import Config
+
+MODEL_NAMES = ("tiny", "smollm2")
+WORKER_BYTES = 2 << 30  # host memory that one worker is assumed to take: torch, TRL and a small model
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and why in words."""
+
+    name: str
+    why: str
+
+
+def cuda_devices() -> int:
+    """Number of usable CUDA devices; 0 without loading torch where the machine has no NVIDIA driver."""
+    driver = shutil.which("nvidia-smi") or Path("/proc/driver/nvidia").exists() or Path("/dev/nvidiactl").exists()
+    if "torch" not in sys.modules and not driver:
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def device(asked: str) -> Choice:
+    """The device of `device=`. Raises ConfigError where a CUDA device that is not there is asked for."""
+    count = 0 if asked == "cpu" else cuda_devices()
+    if asked == "auto":
+        return Choice("cuda", f"{count} CUDA device(s)") if count else Choice("cpu", "no CUDA device")
+    if asked.startswith("cuda"):
+        index = int(asked.partition(":")[2] or 0)
+        if count == 0:
+            raise ConfigError(
+                f"device={asked}: there is no CUDA device that torch can use; say device=cpu or device=auto"
+            )
+        if index >= count:
+            raise ConfigError(f"device={asked}: there are {count} CUDA devices, counted from 0")
+    return Choice(asked, "asked for")
+
+
+def rollout(asked: str, on: str = "auto") -> Choice:
+    """The rollout engine of `rollout=` for a device. Raises ConfigError where vLLM is asked for and not there."""
+    missing = ""
+    if importlib.util.find_spec("ablate.rollout") is None or importlib.util.find_spec("ablate.rollout.vllm") is None:
+        missing = "this version has no vLLM engine"
+    elif importlib.util.find_spec("vllm") is None:
+        missing = "vLLM is not installed"
+    if asked == "vllm" and missing:
+        raise ConfigError(f"rollout=vllm: {missing}; say rollout=transformers or rollout=auto")
+    if asked != "auto":
+        return Choice(asked, "asked for")
+    if missing:
+        return Choice("transformers", missing)
+    if device(on).name.startswith("cuda"):
+        return Choice("vllm", "CUDA, and vLLM is installed")
+    return Choice("transformers", "no CUDA device; rollout=vllm asks for vLLM on the CPU")
+
+
+def model(spec: str) -> None:
+    """Refuse a model that cannot be one: a path that is not there, a misspelt name. Hub ids are not looked up."""
+    path = Path(spec).expanduser()
+    if not spec:
+        raise ConfigError("model: none given; tiny, smollm2, a folder, a .gguf file or a hub id")
+    if spec in MODEL_NAMES or path.exists():
+        return
+    if spec[0] in "./~" or spec.count("/") > 1 or spec.endswith((".gguf", ".safetensors", "/")):
+        raise ConfigError(f"model={spec}: there is no such file or folder")
+    close = nearest(spec, MODEL_NAMES)
+    if close and "/" not in spec:
+        raise ConfigError(f"model={spec}: did you mean {close[0]}? (a hub id has an owner: owner/name)")
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def jobs(config: Config, cells: int) -> int:
+    """Cells side by side: `jobs=auto` is one per core for the tiny model on a CPU, as memory allows, and one elsewhere."""
+    if isinstance(config.jobs, int):
+        return min(config.jobs, cells)
+    if config.model != "tiny" or device(config.device).name != "cpu":
+        return 1
+    import psutil
+
+    by_memory = int(psutil.virtual_memory().available // WORKER_BYTES)
+    return max(1, min(cores(), by_memory, cells))
+
+
+def threads(config: Config, workers: int) -> int | None:
+    """CPU threads per cell for `threads=`; None leaves them to torch.
+
+    The tiny model always gets one, however many cells run: its numbers must not depend on `jobs`.
+    """
+    if config.threads is not None:
+        return config.threads
+    if device(config.device).name != "cpu":
+        return None
+    return 1 if config.model == "tiny" or workers > 1 else None
