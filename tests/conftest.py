@@ -37,22 +37,24 @@ def _has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine or this process cannot run, and say why."""
+    """Mark what needs a GPU or vLLM, and skip it, with the way out, where this machine or process has none."""
+    for item in items:
+        if _in(item, "triton") and not INTERPRETED:
+            item.add_marker("gpu")
+        if _in(item, "vllm"):
+            item.add_marker("vllm")
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    kernels = [item for item in items if _in(item, "triton") and not item.get_closest_marker("gpu")]
-    if (needs_gpu or (kernels and not INTERPRETED)) and not _has_cuda():
+    if needs_gpu and not _has_cuda():
         for item in needs_gpu:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        if not INTERPRETED:
-            for item in kernels:
-                item.add_marker(
-                    pytest.mark.skip(reason="needs a CUDA device, or TRITON_INTERPRET=1 (make test-triton)")
-                )
-    if importlib.util.find_spec("vllm") is None:
-        for item in items:
-            if item.get_closest_marker("vllm") or _in(item, "vllm"):
-                item.add_marker(pytest.mark.skip(reason="vLLM is not installed (make setup-vllm-cpu)"))
+            item.add_marker(
+                pytest.mark.skip(reason="needs a CUDA device (or `make test-triton`, for Triton's kernels)")
+            )
+    needs_vllm = [item for item in items if item.get_closest_marker("vllm")]
+    if needs_vllm and importlib.util.find_spec("vllm") is None:
+        for item in needs_vllm:
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed (make setup-vllm-cpu)"))
 
 
 @pytest.fixture(scope="session")
