@@ -94,8 +94,8 @@ def read_cell(folder: Path, root: Path, problems: list[Problem], strict: bool) -
         if isinstance(value, str)
     }
     if not damaged and cell.done:
-        for error in _contradictions(cell):
-            note(error)
+        for contradiction in _contradictions(cell):
+            note(contradiction)
     cell.state = _state(cell, config_hash, damaged, root, problems)
     return cell
 

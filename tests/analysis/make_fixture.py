@@ -107,9 +107,9 @@ def curves(rng: np.random.Generator, variant: str, beta: float) -> tuple[list[di
             evals.append({"step": step, "eval/probability": probability, "eval/accuracy": tidy(0.85 + 0.1 * share)})
         if step == 0:
             continue
-        noise = rng.standard_normal(8)
-        kl = 0.0 if still else KL[variant][beta] * share
-        entropy = 2.63 if still else 2.63 + (ENTROPY[variant][beta] - 2.63) * share
+        noise = rng.standard_normal(10)
+        kl = 0.0 if still else KL[variant][beta] * share * (1 + 0.04 * noise[8])
+        entropy = 2.63 if still else 2.63 + (ENTROPY[variant][beta] - 2.63) * share * (1 + 0.02 * noise[9])
         right, form = score + 0.03 * noise[0], 0.97 + 0.005 * noise[1]
         length_penalty = -0.02 + 0.004 * noise[2]
         step_time = 0.25 + 0.01 * abs(noise[3]) + (0.6 if step == 1 else 0.0)

@@ -1,0 +1,139 @@
+"""The result in sentences: what a table resolves, what it does not, and what more seeds would."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from analysis import stats
+from analysis.formats import decimals_for, number
+from analysis.load import Runs, value_label
+from analysis.stats import Comparison, Interval
+
+POWER_SEEDS = (3, 5, 8, 16)
+
+
+def estimate(interval: Interval, *, signed: bool = True) -> str:
+    """`-0.41 [-0.47, -0.35]`, with as many decimals as the width of the interval allows; the mean alone for n = 1."""
+    if interval.n == 0:
+        return "no value"
+    if math.isnan(interval.low):
+        return number(interval.mean, 3, signed=signed)
+    decimals = decimals_for(interval.half_width)
+    low, high = (number(v, decimals, signed=False) for v in (interval.low, interval.high))
+    return f"{number(interval.mean, decimals, signed=signed)} [{low}, {high}]"
+
+
+def place(point: dict[str, Any]) -> str:
+    """ "beta 0.04", several axes with commas, "" without a grid."""
+    return ", ".join(f"{axis} {value_label(value)}" for axis, value in point.items())
+
+
+def learns(gain: Interval) -> str:
+    """What a variant's own gain shows, in a verb: "learns", "does not learn", ..."""
+    if gain.n == 0:
+        return "has no start to compare with"
+    if gain.mean == 0 and (gain.n == 1 or gain.low == gain.high):
+        return "does not learn"
+    if gain.resolved is None:
+        return "moves up" if gain.mean > 0 else "moves down"
+    if not gain.resolved:
+        return "is not shown to learn"
+    return "learns" if gain.mean > 0 else "ends below its start"
+
+
+def sentence(comparison: Comparison, *, baseline: str = stats.BASELINE) -> str:
+    """One comparison in words, such as `no_detach does not learn: -0.41 [-0.47, -0.35] against reference, n = 3`."""
+    c = comparison
+    if not c.seeds:
+        return f"{c.variant} has no finished run"
+    verb = learns(c.gain)
+    text = _sentence(c, verb, baseline)
+    return f"{text}; its weights do not move" if c.weights_moved is False else text
+
+
+def _sentence(c: Comparison, verb: str, baseline: str) -> str:
+    n = f"n = {c.final.n}" + (f" of {c.planned}" if c.final.n < c.planned else "")
+    if c.difference is None:
+        decimals = decimals_for(c.final.sd)
+        course = f"{number(c.start.mean, decimals)} to {number(c.final.mean, decimals)}"
+        if c.gain.n == 0:
+            return f"{c.variant} ends at {number(c.final.mean, decimals)}, {n}"
+        rest = " (n = 1, no interval)" if c.gain.n == 1 else ""
+        return f"{c.variant} {verb}: {course}, {estimate(c.gain)} over its start, {n}{rest}"
+    if c.difference.n == 0:
+        why = "no pair is left" if c.unpaired else f"no finished run of {baseline} to compare with"
+        return f"{c.variant} {verb}: {estimate(c.gain)} over its start, {n}; {why}"
+    against = f"{estimate(c.difference)} against {baseline}, n = {c.difference.n}"
+    if c.difference.n < c.planned:
+        against += f" of {c.planned}"
+    if c.verdict == "n = 1":
+        return f"{c.variant} {verb}: {against}, no interval from one seed"
+    if c.verdict == "identical":
+        return f"{c.variant} ends exactly where {baseline} ends: {against}"
+    if c.verdict == "not resolved":
+        return f"{c.variant} {verb}; its difference is not resolved: {against}"
+    if verb != "learns":
+        return f"{c.variant} {verb}: {against}"
+    return f"{c.variant} learns {'more' if c.difference.mean > 0 else 'less'} than {baseline}: {against}"
+
+
+def sentences(runs: Runs, comparisons: Sequence[Comparison], *, baseline: str = stats.BASELINE) -> list[str]:
+    """One sentence per row of the comparison table, in its order, with the grid point in front."""
+    if not comparisons:
+        return ["No cell has a readable config, so there is nothing to compare."]
+    lines = []
+    for c in comparisons:
+        where = place(runs.points[c.point])
+        lines.append(f"{where}: {sentence(c, baseline=baseline)}" if where else sentence(c, baseline=baseline))
+    return lines
+
+
+def multiplicity(comparisons: Sequence[Comparison]) -> str | None:
+    """How many of the differences stay resolved when all of them are read together (Holm)."""
+    tested = [c.difference for c in comparisons if c.difference is not None and c.difference.resolved is not None]
+    if len(tested) < 2:
+        return None
+    alpha = 1 - tested[0].level
+    kept = sum(p < alpha for p in stats.holm([d.p for d in tested]))
+    resolved = sum(bool(d.resolved) for d in tested)
+    return (
+        f"Each interval stands alone: of {len(tested)} differences {resolved} are resolved, "
+        f"{kept} also when all are read together (Holm)"
+    )
+
+
+def power_notes(runs: Runs, comparisons: Sequence[Comparison]) -> list[str]:
+    """Per grid point: what the seeds at hand and more of them resolve, with the widest seed spread seen there."""
+    notes = []
+    for point, coordinates in runs.points.items():
+        spreads = [
+            (c.difference.sd, c.variant, c.difference.n)
+            for c in comparisons
+            if c.point == point and c.difference is not None and c.difference.n >= 2
+        ]
+        if not spreads:
+            continue
+        sd, variant, n = max(spreads)
+        where = f"{place(coordinates)}: " if coordinates else ""
+        if sd == 0:
+            notes.append(f"{where}the differences of all seeds are equal, so their spread says nothing about power")
+            continue
+        low, high = stats.sd_interval(sd, n)
+        sizes = sorted({n, *(k for k in POWER_SEEDS if k > n)})[:4]
+        gains = [f"n = {k} seeds resolve {_digits(stats.smallest_difference(k, sd))}" for k in sizes]
+        notes.append(
+            f"{where}with this seed spread (sd {_digits(sd)} of the paired differences of {variant}, the widest here), "
+            f"{', '.join(gains)} ({stats.POWER:.0%} power); the sd itself is known from {n} seeds only: "
+            f"{_digits(low)} to {_digits(high)}"
+        )
+    return notes
+
+
+def _digits(value: float) -> str:
+    """Two significant digits, without an exponent where that stays readable."""
+    if not math.isfinite(value) or value == 0:
+        return number(value)
+    decimals = max(0, 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{decimals}f}" if decimals <= 6 else f"{value:.1e}"
