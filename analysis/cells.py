@@ -50,6 +50,11 @@ class Cell:
     failure: dict[str, Any] | None = None
     pairing: dict[str, str] = field(default_factory=dict)
 
+    def lookup(self, key: str) -> str | None:
+        """A text that config, env.json or done.json holds at its top level."""
+        found = (source.get(key) for source in (self.config, self.environment, self.done))
+        return next((str(value) for value in found if value), None)
+
 
 def read_cell(folder: Path, root: Path, problems: list[Problem], strict: bool) -> Cell:
     """Read the cell in `folder`; faults go to `problems` with paths relative to `root`, or are raised when `strict`."""

@@ -11,7 +11,8 @@ from analysis.cells import Cell
 from analysis.files import Problem
 
 # what may differ between the cells of one experiment without making them incomparable
-_FREE = {"variant", "variants", "seed", "seeds", "grid", "jobs", "out", "point", "name", "cell"}
+_FREE = {"variant", "variants", "variants_all", "seed", "seeds", "grid", "out", "jobs", "threads", "retries", "wandb"}
+_SAME = ("versions", "packages", "python", "device", "devices")  # of env.json: what makes numbers differ
 
 
 def duplicates(cells: Sequence[Cell]) -> list[Problem]:
@@ -61,6 +62,10 @@ def provenance(cells: Sequence[Cell]) -> list[Problem]:
     commits = _by_value(run, lambda c: git_sha(c.environment))
     if len(commits) > 1:
         problems.append(Problem("warning", f"results of several git commits are mixed: {_listing(commits, 12)}"))
+    edited = [c.name for c in run if isinstance(c.environment.get("git"), dict) and c.environment["git"].get("dirty")]
+    if edited:
+        message = f"the code had changes that are in no commit when these ran: {_names(edited)}"
+        problems.append(Problem("warning", message))
     for key in sorted({k for c in run for k in _comparable(c.environment)}):
         values = _by_value(run, lambda c, key=key: _comparable(c.environment).get(key))  # type: ignore[misc]
         if len(values) > 1:
@@ -106,7 +111,7 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _comparable(environment: dict[str, Any]) -> dict[str, Any]:
     """Versions and device of an env.json, flat."""
     flat = flatten(environment)
-    return {k: v for k, v in flat.items() if k.split(".")[0] in ("versions", "packages", "python", "device", "devices")}
+    return {key: value for key, value in flat.items() if key.split(".")[0] in _SAME}
 
 
 def _where(cell: Cell) -> str:

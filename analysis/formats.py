@@ -1,8 +1,7 @@
-"""A table with its raw numbers, and the same table as Markdown, LaTeX, CSV, HTML and plain text."""
+"""A table with its raw numbers, and the same table as Markdown, LaTeX, CSV and plain text."""
 
 from __future__ import annotations
 
-import html
 import math
 import re
 import unicodedata
@@ -117,18 +116,8 @@ class Table:
             out.append(line)
         return "\n".join(out) + "\n"
 
-    def html(self) -> str:
-        """A <table>, every text escaped; numbers right-aligned by class."""
-        head = "".join(f'<th class="{a}">{html.escape(t)}</th>' for t, a in zip(self.headers, self.align, strict=True))
-        body = []
-        for index, row in enumerate(self.rows):
-            cells = "".join(f'<td class="{a}">{html.escape(t)}</td>' for t, a in zip(row, self.align, strict=True))
-            body.append(f'<tr class="break">{cells}</tr>' if index in self.breaks else f"<tr>{cells}</tr>")
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
-
-    def _repr_html_(self) -> str:
-        notes = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
-        return f"<h4>{html.escape(self.title)}</h4>{self.html()}<ul>{notes}</ul>"
+    def _repr_markdown_(self) -> str:
+        return f"**{escape_markdown(self.title)}**\n\n{self.markdown()}"
 
 
 def number(value: float, decimals: int = 3, *, signed: bool = False) -> str:
@@ -152,6 +141,12 @@ def decimals_for(spread: float, least: int = 2, most: int = 6) -> int:
     exponent = math.floor(math.log10(spread))
     leading = spread / 10**exponent
     return min(most, max(least, -exponent + (1 if leading < 2.95 else 0)))
+
+
+def fixed(value: float, decimals: int, *, signed: bool = False) -> str:
+    """Fixed decimals and nothing else, for a number beside its interval; no minus before zeros."""
+    text = f"{value:+.{decimals}f}" if signed else f"{value:.{decimals}f}"
+    return text if float(text) else f"{0:.{decimals}f}"
 
 
 def width(text: str) -> int:

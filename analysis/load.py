@@ -108,7 +108,9 @@ def point_label(point: dict[str, Any]) -> str:
 
 
 def value_label(value: Any) -> str:
-    """A grid value as shown: floats in shortest form, everything else as it is."""
+    """A grid value as shown: floats in shortest form, "none" for None, everything else as it is."""
+    if value is None:
+        return "none"
     return f"{value:.12g}" if isinstance(value, float) else str(value)
 
 
@@ -212,9 +214,9 @@ def _rows(cells: list[Cell], kind: str) -> pd.DataFrame:
 
 
 def _primary(cells: list[Cell], evals: pd.DataFrame, problems: list[Problem]) -> tuple[str, str]:
-    """The headline metric (without prefix) and its label."""
-    named = list(dict.fromkeys(str(c.config["primary_metric"]) for c in cells if c.config.get("primary_metric")))
-    labels = [str(c.config["primary_label"]) for c in cells if c.config.get("primary_label")]
+    """The headline metric (without prefix) and its label; config, env.json or done.json may name them."""
+    named = list(dict.fromkeys(value for c in cells if (value := c.lookup("primary_metric"))))
+    labels = [value for c in cells if (value := c.lookup("primary_label"))]
     present = [c.removeprefix(schema.EVAL_PREFIX) for c in evals.columns if c.startswith(schema.EVAL_PREFIX)]
     if len(named) > 1:
         message = f"cells name different primary metrics: {', '.join(named)}; {named[0]} is shown"
@@ -223,7 +225,7 @@ def _primary(cells: list[Cell], evals: pd.DataFrame, problems: list[Problem]) ->
         return named[0], labels[0] if labels else named[0]
     if not present:
         return "score", "score"
-    why = f"{schema.EVAL_PREFIX}{named[0]} is in no {schema.EVAL_FILE}" if named else "no config names a primary metric"
+    why = f"{schema.EVAL_PREFIX}{named[0]} is in no {schema.EVAL_FILE}" if named else "no cell names its primary_metric"
     problems.append(Problem("warning", f"{why}; {schema.EVAL_PREFIX}{present[0]} is shown in its place"))
     return present[0], present[0]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from analysis import stats
-from analysis.formats import decimals_for, number
+from analysis.formats import decimals_for, fixed, number
 from analysis.load import Runs, value_label
 from analysis.stats import Comparison, Interval
 
@@ -20,9 +20,13 @@ def estimate(interval: Interval, *, signed: bool = True) -> str:
         return "no value"
     if math.isnan(interval.low):
         return number(interval.mean, 3, signed=signed)
+    if interval.low == interval.high == 0:
+        return "0 [0, 0]"
     decimals = decimals_for(interval.half_width)
-    low, high = (number(v, decimals, signed=False) for v in (interval.low, interval.high))
-    return f"{number(interval.mean, decimals, signed=signed)} [{low}, {high}]"
+    if interval.mean and abs(interval.mean) < 0.5 * 10**-decimals:
+        decimals += 1  # show which way the mean lies
+    low, high = fixed(interval.low, decimals), fixed(interval.high, decimals)
+    return f"{fixed(interval.mean, decimals, signed=signed)} [{low}, {high}]"
 
 
 def place(point: dict[str, Any]) -> str:
@@ -86,7 +90,12 @@ def sentences(runs: Runs, comparisons: Sequence[Comparison], *, baseline: str = 
     lines = []
     for c in comparisons:
         where = place(runs.points[c.point])
-        lines.append(f"{where}: {sentence(c, baseline=baseline)}" if where else sentence(c, baseline=baseline))
+        text = sentence(c, baseline=baseline)
+        mine = runs.cells[(runs.cells["variant"] == c.variant) & (runs.cells["point"] == c.point)]
+        left = mine["state"][mine["state"] != "done"].value_counts().sort_index()
+        if len(left):
+            text += f" ({', '.join(f'{count} {state}' for state, count in left.items())})"
+        lines.append(f"{where}: {text}" if where else text)
     return lines
 
 
@@ -124,9 +133,9 @@ def power_notes(runs: Runs, comparisons: Sequence[Comparison]) -> list[str]:
         sizes = sorted({n, *(k for k in POWER_SEEDS if k > n)})[:4]
         gains = [f"n = {k} seeds resolve {_digits(stats.smallest_difference(k, sd))}" for k in sizes]
         notes.append(
-            f"{where}with this seed spread (sd {_digits(sd)} of the paired differences of {variant}, the widest here), "
-            f"{', '.join(gains)} ({stats.POWER:.0%} power); the sd itself is known from {n} seeds only: "
-            f"{_digits(low)} to {_digits(high)}"
+            f"{where}with this seed spread {', '.join(gains)} ({stats.POWER:.0%} power; sd {_digits(sd)} of the paired "
+            f"differences of {variant}, the widest here, which {n} seeds only place between {_digits(low)} and "
+            f"{_digits(high)})"
         )
     return notes
 

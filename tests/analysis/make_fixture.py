@@ -55,8 +55,9 @@ def config(variant: str, seed: int, beta: float) -> dict[str, Any]:
         "experiment": "demo",
         "model": "tiny",
         "task": "arithmetic",
-        "variant": variant,
-        "seed": seed,
+        "variants": [variant],
+        "seeds": [seed],
+        "grid": {},
         "primary_metric": "probability",
         "primary_label": "held-out probability of the right answer",
         "loss": {"backend": "chunked", "precision": "auto", "beta": beta, "epsilon": None, "params": {}},
@@ -67,13 +68,12 @@ def config(variant: str, seed: int, beta: float) -> dict[str, Any]:
 
 def environment(seed: int) -> dict[str, Any]:
     return {
-        "git_sha": SHA,
-        "git_dirty": False,
+        "git": {"sha": SHA, "dirty": False},
+        "command": "python -m ablate run experiment=demo",
         "python": "3.11.15",
-        "versions": {"torch": "2.13.0", "trl": "1.16.0", "transformers": "5.17.0"},
-        "device": "cpu",
-        "backend": "chunked",
-        "rollout": "transformers",
+        "packages": {"torch": "2.13.0", "trl": "1.16.0", "transformers": "5.17.0"},
+        "device": {"type": "cpu"},
+        "threads": 1,
         "pairing": pairing(seed),
     }
 
@@ -202,7 +202,7 @@ def write_cell(
     store: bool = False,
 ) -> Path:
     """One cell's folder in the given state (done, failed, partial, new); store: with rollouts of the last step."""
-    name = f"{variant}-seed{seed}-beta{beta}"
+    name = f"{variant}-seed{seed}-beta{beta:g}"
     folder = root / name
     folder.mkdir(parents=True, exist_ok=True)
     cell = {"name": name, "variant": variant, "seed": seed, "point": {"beta": beta}}

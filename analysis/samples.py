@@ -1,0 +1,79 @@
+"""Completions out of the stored rollouts, as a reader of a report wants to see them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from analysis.files import Problem, RunFileError
+from analysis.load import Runs, load_rollouts
+from analysis.words import place
+
+COLUMNS = ["step", "group", "sample", "prompt", "completion", "rewards", "advantage"]
+LONGEST = 1200  # characters of a prompt or completion that are shown
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion; all fields are text as stored (shortened), to be escaped by whoever shows them."""
+
+    prompt: str
+    completion: str
+    rewards: str
+    advantage: str
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Completions of one cell at one optimizer step."""
+
+    cell: str
+    variant: str
+    where: str
+    step: int
+    rows: tuple[Sample, ...]
+
+
+def samples(runs: Runs, *, groups: int = 2, per_group: int = 4) -> tuple[list[Samples], list[Problem]]:
+    """The first completions of the last stored step, for one cell per variant and grid point (its first seed with any).
+
+    Files that cannot be read come back as problems of severity "warning": no number of the tables rests on them.
+    """
+    found, problems = [], []
+    for point, coordinates in runs.points.items():
+        for variant in runs.variants:
+            part = runs.cells[(runs.cells["point"] == point) & (runs.cells["variant"] == variant)]
+            for cell in part["cell"]:
+                try:
+                    frame = load_rollouts(runs.directory, cell, columns=COLUMNS)
+                except RunFileError as error:
+                    path = error.path.relative_to(runs.directory).as_posix()
+                    problems.append(Problem("warning", error.reason, path))
+                    continue
+                if len(frame):
+                    frame = frame.sort_values(["group", "sample"])
+                    first = frame[frame["group"].isin(sorted(frame["group"].unique())[:groups])]
+                    rows = first.groupby("group").head(per_group).to_dict("records")
+                    shown = tuple(_sample(row) for row in rows)
+                    found.append(Samples(cell, variant, place(coordinates), int(frame["step"].iloc[0]), shown))
+                    break
+    return found, problems
+
+
+def _sample(row: Mapping[Any, Any]) -> Sample:
+    rewards = row["rewards"] if isinstance(row["rewards"], dict) else {}
+    known = [f"{name} {_number(value)}" for name, value in rewards.items() if value is not None]
+    return Sample(_shorten(row["prompt"]), _shorten(row["completion"]), ", ".join(known), _number(row["advantage"]))
+
+
+def _shorten(value: Any) -> str:
+    text = "" if value is None else str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text) - LONGEST} more characters)"
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, int | float) and math.isfinite(value):
+        return f"{value:.3g}"
+    return "-" if value is None or isinstance(value, float) else str(value)
