@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from ablate.config import Config
 
 
+# Sampling options that every engine has under the same name: they need no look at the installed class.
+EVERY_ENGINE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
 def check(config: Config) -> None:
     """Check variants, tasks, the devices and engines asked for, and every pass-through group.
 
@@ -28,14 +32,20 @@ def check(config: Config) -> None:
         resolve.device(device)
     engines = axes.get("rollout", [config.rollout])
     engines = list(dict.fromkeys(resolve.rollout(engine, config.device).name for engine in engines))
+    for backend in axes.get("loss.backend", [config.loss.backend]):
+        resolve.backend(backend, config.device)
     _check_variants(config)
     _check_task(config)
     for model in axes.get("model", [config.model]):
         resolve.model(model)
     for group, known in _groups(config, engines):
         names = group_names(config, group)
+        if group == "sampling":
+            names = [name for name in names if name not in EVERY_ENGINE]
         if names:
             _check_names(group, names, known())
+        if names and group == "trl":
+            _check_loss_options(config, names)
 
 
 def group_names(config: Config, group: str) -> list[str]:
@@ -62,6 +72,15 @@ def _check_names(group: str, names: Iterable[str], known: list[str]) -> None:
     for name in names:
         if name not in known:
             raise unknown(f"{group}.{name}", name, known)
+
+
+def _check_loss_options(config: Config, names: Iterable[str]) -> None:
+    """Options of TRL's own loss have no effect here; the trainer refuses them, and so does the plan."""
+    from ablate.trl_options import REFUSED
+
+    for name in names:
+        if name in REFUSED:
+            raise ConfigError(f"trl.{name} would be ignored: {REFUSED[name]}; leave it out")
 
 
 def trl_names() -> list[str]:

@@ -61,7 +61,7 @@ def device(asked: str) -> Choice:
 def rollout(asked: str, on: str = "auto") -> Choice:
     """The rollout engine of `rollout=` for a device. Raises ConfigError where vLLM is asked for and not there."""
     missing = ""
-    if importlib.util.find_spec("ablate.rollout") is None or importlib.util.find_spec("ablate.rollout.vllm") is None:
+    if not (Path(__file__).parent / "rollout" / "vllm.py").is_file():  # find_spec would import the package
         missing = "this version has no vLLM engine"
     elif importlib.util.find_spec("vllm") is None:
         missing = "vLLM is not installed"
@@ -74,6 +74,26 @@ def rollout(asked: str, on: str = "auto") -> Choice:
     if device(on).name.startswith("cuda"):
         return Choice("vllm", "CUDA, and vLLM is installed")
     return Choice("transformers", "no CUDA device; rollout=vllm asks for vLLM on the CPU")
+
+
+def backend(asked: str, on: str = "auto") -> Choice:
+    """The loss backend of `loss.backend=`, as `losses` chooses it for a device. Raises ConfigError where it cannot run."""
+    if asked in ("reference", "chunked"):
+        return Choice(asked, "asked for")
+    where = device(on).name
+    if asked == "auto" and where == "cpu":
+        return Choice("chunked", "no CUDA device")
+    import torch
+
+    from losses.backends import resolve as backends
+
+    try:
+        name, why = backends.choose(asked, torch.device(where), torch.float32)
+    except ValueError as error:
+        raise ConfigError(f"loss.backend={asked}: {error}") from error
+    if name == "triton" and where == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError("loss.backend=triton: the kernels need a CUDA device; say loss.backend=chunked")
+    return Choice(name, why)
 
 
 def model(spec: str) -> None:
@@ -96,7 +116,7 @@ def cores() -> int:
 
 
 def jobs(config: Config, cells: int) -> int:
-    """Cells side by side: `jobs=auto` is one per core for the tiny model on a CPU, as memory allows, and one elsewhere."""
+    """Cells side by side: `jobs=auto` is one per core for the tiny model on a CPU, as memory allows; elsewhere one."""
     if isinstance(config.jobs, int):
         return min(config.jobs, cells)
     if config.model != "tiny" or device(config.device).name != "cpu":
@@ -108,12 +128,14 @@ def jobs(config: Config, cells: int) -> int:
 
 
 def threads(config: Config, workers: int) -> int | None:
-    """CPU threads per cell for `threads=`; None leaves them to torch.
+    """CPU threads per cell for `threads=`; None leaves them to torch, or to OMP_NUM_THREADS where the user has set it.
 
     The tiny model always gets one, however many cells run: its numbers must not depend on `jobs`.
     """
     if config.threads is not None:
         return config.threads
+    if "OMP_NUM_THREADS" in os.environ:
+        return None
     if device(config.device).name != "cpu":
         return None
     return 1 if config.model == "tiny" or workers > 1 else None

@@ -191,8 +191,13 @@ class CellDir:
         )
 
     def write_env(self, env: Mapping[str, Any]) -> None:
-        """Write env.json: provenance, and the hashes that prove the pairing."""
-        write_json(self.path / schema.ENV_FILE, env)
+        """Write env.json: provenance, and the hashes that prove the pairing.
+
+        A cell that was resumed has come about in several sessions: `sessions` lists start, commit and command of each.
+        """
+        before = (self.read_env() or {}).get("sessions", [])
+        session = {key: plain(env.get(key)) for key in ("started_at", "git", "command")}
+        write_json(self.path / schema.ENV_FILE, {**env, "sessions": [*(s for s in before if s != session), session]})
 
     def read_config(self) -> dict[str, Any] | None:
         """config.json; None before the first start. Raises RunFileError where it is damaged or was edited."""
@@ -335,6 +340,13 @@ class CellDir:
                     entry.unlink()
         for leftover in [*self.path.glob(".*.tmp"), *self.rollouts_dir.glob(".*.tmp")]:
             leftover.unlink()
+
+    def restart(self) -> None:
+        """Drop everything that the cell has computed so far; its config stays."""
+        self.rewind(-1)
+        for name in (schema.METRICS_FILE, schema.EVAL_FILE, schema.ENV_FILE):
+            (self.path / name).unlink(missing_ok=True)
+        shutil.rmtree(self.checkpoint_dir, ignore_errors=True)
 
     # ends
 

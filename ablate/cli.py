@@ -1,0 +1,139 @@
+"""The command line: run, plan, report, doctor. Imports stay light, so that help and plans come at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from ablate import __version__
+from ablate import config as configs
+from ablate.errors import ConfigError, RunFileError
+
+EPILOG_KEYS = "Keys (a bare name is enough where it is unique):"
+
+
+class OverridesCommand(click.Command):
+    """A command whose help ends with the presets and every key of the configuration."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Presets (experiment=NAME)"):
+            formatter.write_text(", ".join(configs.preset_names()) or "none found")
+        with formatter.section("Keys (a bare name is enough where it is unique)"):
+            rows = [(f"{key}={default}" if default else key, text) for key, default, text in configs.help_lines()]
+            formatter.write_dl(rows, col_max=42)
+        with formatter.section("Examples"):
+            for line in (
+                "python -m ablate run variants=all",
+                "python -m ablate run variants=reference,forward_kl seeds=0,1,7 grid.beta=0.04,1.0",
+                "python -m ablate run task=gsm8k model=OWNER/NAME train.lora=true peft.r=16 train.dtype=bfloat16",
+            ):
+                formatter.write_text(line)
+
+
+overrides = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, package_name="grpo-ablation", prog_name="ablate")
+def cli() -> None:
+    """Train every GRPO loss variant from the same start on the same prompts and seeds, and compare them."""
+
+
+@cli.command(cls=OverridesCommand)
+@overrides
+@click.option("--dry-run", is_flag=True, help="Print the resolved config and the cells; run nothing.")
+def run(overrides: Sequence[str], dry_run: bool) -> None:
+    """Run all cells that are not finished, then write the report.
+
+    Finished cells are skipped and half-run ones go on from their checkpoint, so the same command finishes a sweep
+    that was cut short. The exit code is 0 when every cell is done, 1 when one failed, 2 when the config was refused,
+    130 after Ctrl-C.
+    """
+    from ablate import runner
+
+    config = configs.load(overrides)
+    if dry_run:
+        _print_plan(config, full=True)
+        return
+    sys.exit(runner.run(config))
+
+
+@cli.command(cls=OverridesCommand)
+@overrides
+def plan(overrides: Sequence[str]) -> None:
+    """Show the grid of cells and the state of each: new, partial, done, failed, changed or damaged."""
+    _print_plan(configs.load(overrides), full=False)
+
+
+def _print_plan(config: configs.Config, full: bool) -> None:
+    from omegaconf import OmegaConf
+
+    from ablate import runner
+
+    console = runner.make_console()
+    planned = runner.survey(config)
+    if full:
+        console.print(OmegaConf.to_yaml(OmegaConf.create(configs.to_dict(config))), markup=False, highlight=False)
+    console.print(runner.plan_table(planned))
+    console.print(f"\n{runner.counts(planned)} in {runner.experiment_folder(config)}", highlight=False, soft_wrap=True)
+    for item in planned:
+        if item.problem:
+            console.print(f"{item.cell.name}: {item.problem}", markup=False, highlight=False, soft_wrap=True)
+    if full:
+        runner.refuse_changed(planned, runner.experiment_folder(config))
+
+
+@cli.command()
+@click.argument("what", nargs=-1, metavar="[FOLDER | KEY=VALUE]...")
+def report(what: Sequence[str]) -> None:
+    """Write tables, curves and report.html again, from run files alone.
+
+    FOLDER is an experiment's folder, such as runs/default; without one it is that of experiment= and out=.
+    """
+    from ablate import runner
+
+    folders = [Path(text) for text in what if "=" not in text]
+    given = [text for text in what if "=" in text]
+    if not folders:
+        folders = [runner.experiment_folder(configs.load(given, check=False))]
+    elif given:
+        raise ConfigError(f"{given[0]}: a folder was given, so keys have no effect")
+    console = runner.make_console()
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: there are no runs; `python -m ablate run` makes them")
+    if not all([runner.report(folder, console) for folder in folders]):
+        sys.exit(runner.FAILED)
+
+
+@cli.command()
+@overrides
+@click.option("--strict", is_flag=True, help="Exit with 1 when something that is needed is missing.")
+@click.option("--offline", is_flag=True, help="Do not try to reach the hub.")
+def doctor(overrides: Sequence[str], strict: bool, offline: bool) -> None:
+    """Show versions, devices, what `auto` picks and why, free memory and disk, and which model sources are there."""
+    from ablate import doctor as doctors
+    from ablate import runner
+
+    config = configs.load(overrides, check=False)
+    console = runner.make_console()
+    with console.status("looking around"):
+        findings = doctors.examine(config, network=not offline)
+    console.print(doctors.table(findings))
+    missing = [finding for finding in findings if finding.status == doctors.MISSING]
+    if missing:
+        console.print(f"\nmissing: {', '.join(finding.what for finding in missing)}", highlight=False, soft_wrap=True)
+    if strict and missing:
+        sys.exit(runner.FAILED)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point: a refused config ends with its message and exit code 2, not with a traceback."""
+    try:
+        cli.main(args=None if arguments is None else list(arguments), prog_name="ablate")
+    except (ConfigError, RunFileError) as error:
+        click.echo(f"refused: {error}", err=True)
+        sys.exit(2)
