@@ -19,11 +19,11 @@ POINTS = 200
 
 
 def log_probs(seed: int, spread: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """n, o, p, a at random points; n and o within `spread` nats, advantages of both signs and some zeros."""
+    """n, o, p, a at random points: o and p about `spread` nats from n, never positive; a of both signs and 0."""
     rng = generator(seed)
     n = -4 * torch.rand(POINTS, generator=rng, dtype=torch.float64)
-    o = n + spread * torch.randn(POINTS, generator=rng, dtype=torch.float64)
-    p = n + spread * torch.randn(POINTS, generator=rng, dtype=torch.float64)
+    o = (n + spread * torch.randn(POINTS, generator=rng, dtype=torch.float64)).clamp(max=0)
+    p = (n + spread * torch.randn(POINTS, generator=rng, dtype=torch.float64)).clamp(max=0)
     a = torch.randn(POINTS, generator=rng, dtype=torch.float64)
     a[::17] = 0.0
     return n, o, p, a
