@@ -7,6 +7,7 @@ Knows tensors only: no model, no trainer. `losses.names()` lists the variants, `
 
 from losses import variants as variants
 from losses.aggregation import centred_advantages, group_advantages
+from losses.divergence import exact_kl
 from losses.linear import linear_policy_loss, logps_and_entropy, per_token_logps
 from losses.policy import policy_loss
 from losses.spec import LossInputs, LossOutput, Metric, Param, Variant, founding, get, names, register
@@ -18,6 +19,7 @@ __all__ = [
     "Param",
     "Variant",
     "centred_advantages",
+    "exact_kl",
     "founding",
     "get",
     "group_advantages",

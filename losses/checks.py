@@ -70,7 +70,8 @@ def check_inputs(variant: Variant, inputs: LossInputs, params: dict[str, Any], s
             raise ValueError(
                 f"ref_hidden is needed by {variant.name!r} with beta > 0: give the reference's states, or beta=0"
             )
-        if variant.vocabulary is None and variant.kl is not None and inputs.ref_per_token_logps is None:
+        on_samples = variant.kl is not None or variant.shape_advantage is not None
+        if variant.vocabulary is None and on_samples and inputs.ref_per_token_logps is None:
             raise ValueError(
                 f"ref_per_token_logps is needed by {variant.name!r} with beta={params['beta']}: "
                 "give the reference's log-probs, or beta=0"

@@ -118,6 +118,17 @@ def linear_policy_loss(
         terms = policy.evaluate(variant, logps, inputs, values)
         out = LossOutput(loss, logps, terms.metrics)
     out.metrics["entropy"] = policy.token_metric(entropy, mask.bool())
+    if variant.vocabulary is not None and values["beta"] > 0:
+        from losses.divergence import exact_kl  # it stands on this module
+
+        assert inputs.ref_hidden is not None  # checked above
+        kl = exact_kl(
+            hidden, lm_head_weight, inputs.ref_hidden, inputs.ref_lm_head_weight, completion_mask=mask,
+            direction="reverse" if variant.vocabulary == "reverse_kl" else "forward", lm_head_bias=lm_head_bias,
+            ref_lm_head_bias=inputs.ref_lm_head_bias, temperature=temperature, logit_softcap=logit_softcap,
+            logit_scale=logit_scale, backend=backend, precision=precision, chunk_size=chunk_size,
+        )  # fmt: skip
+        out = policy.add_vocabulary_kl(out, kl, variant, inputs, values)
     return out
 
 

@@ -54,14 +54,22 @@ class Tokens:
         return Tokens(*(x if x is None else x.reshape(-1)[index] for x in vars(self).values()))
 
 
-def prepare(variant: Variant, inputs: LossInputs, params: dict[str, Any], dtype: torch.dtype) -> Tokens:
-    """The token inputs in `dtype`. Masked positions are replaced before any exp, never multiplied away after it."""
+def prepare(
+    variant: Variant, inputs: LossInputs, params: dict[str, Any], dtype: torch.dtype, n: Tensor | None = None
+) -> Tokens:
+    """The token inputs in `dtype`. Masked positions are replaced before any exp, never multiplied away after it.
+
+    `n` (B, T), cleaned, stands for old log-probs that are not given where the variant shapes its advantages with them.
+    """
     mask = inputs.completion_mask.bool()
 
     def clean(x: Tensor | None) -> Tensor | None:
         return None if x is None else torch.where(mask, x.detach().to(dtype), 0)
 
-    a = inputs.advantages
+    a, o, p = inputs.advantages, clean(inputs.old_per_token_logps), clean(inputs.ref_per_token_logps)
+    a = torch.where(mask, (a if a.dim() == 2 else a.unsqueeze(1)).detach().to(dtype), 0)
+    if variant.shape_advantage is not None and params["beta"] > 0:
+        a = torch.where(mask, variant.shape_advantage(a, n if o is None else o, p, mask, params), 0)
     weight = weights(
         mask,
         variant.aggregation,
@@ -73,9 +81,9 @@ def prepare(variant: Variant, inputs: LossInputs, params: dict[str, Any], dtype:
     return Tokens(
         mask=mask,
         weight=weight,
-        a=torch.where(mask, (a if a.dim() == 2 else a.unsqueeze(1)).detach().to(dtype), 0),
-        o=clean(inputs.old_per_token_logps),
-        p=clean(inputs.ref_per_token_logps),
+        a=a,
+        o=o,
+        p=p,
         mu=clean(inputs.sampling_per_token_logps),
     )
 
@@ -92,9 +100,9 @@ def _number(value: Any) -> float:
 def evaluate(variant: Variant, n: Tensor, inputs: LossInputs, params: dict[str, Any]) -> Terms:
     """The variant at log-probs n (B, T), without autograd. `params` come from `variant.resolve`."""
     dtype = torch.float64 if n.dtype == torch.float64 else torch.float32
-    t = prepare(variant, inputs, params, dtype)
+    n = torch.where(inputs.completion_mask.bool(), n.detach().to(dtype), 0)
+    t = prepare(variant, inputs, params, dtype, n)
     mask = t.mask
-    n = torch.where(mask, n.detach().to(dtype), 0)
     o = n if t.o is None else t.o
     metrics: dict[str, Metric] = {}
     w: Tensor | float = 1.0
@@ -138,10 +146,11 @@ def token_gradient(
 
     What lets a trained head's weight gradient be formed in the forward pass, chunk by chunk.
     """
-    t = prepare(variant, inputs, params, dtype)
-    sequence_weight = t.mu is not None and params["sampling_mode"].startswith("sequence")
-    if not variant.token_level or variant.vocabulary is not None or (sequence_weight and t.o is None):
+    sequence_weight = inputs.sampling_per_token_logps is not None and params["sampling_mode"].startswith("sequence")
+    needs_old = sequence_weight or (variant.shape_advantage is not None and params["beta"] > 0)
+    if not variant.token_level or (needs_old and inputs.old_per_token_logps is None):
         return None
+    t = prepare(variant, inputs, params, dtype)
     w = _sampling_weight(t.o, t, params).expand_as(t.mask).reshape(-1) if sequence_weight else None
 
     def gradient(n: Tensor, index: Tensor) -> Tensor:
@@ -157,6 +166,22 @@ def token_gradient(
         return here.weight * grad
 
     return gradient
+
+
+def add_vocabulary_kl(
+    out: LossOutput, kl: Tensor, variant: Variant, inputs: LossInputs, params: dict[str, Any]
+) -> LossOutput:
+    """`out` with beta x the aggregated divergence kl (B, T) added to its loss, and "kl_own" to its metrics."""
+    weight = weights(
+        inputs.completion_mask.bool(),
+        variant.aggregation,
+        num_items=inputs.num_items_in_batch,
+        num_sequences=inputs.num_sequences_in_batch,
+        params=params,
+        dtype=kl.dtype,
+    )
+    metrics = out.metrics | {"kl_own": token_metric(kl, inputs.completion_mask.bool())}
+    return LossOutput(out.loss + params["beta"] * (weight * kl).sum(), out.per_token_logps, metrics)
 
 
 def token_metric(values: Tensor, mask: Tensor) -> Metric:
@@ -213,8 +238,11 @@ def policy_loss(
     variant = get(variant) if isinstance(variant, str) else variant
     values = variant.resolve(params)
     checks.check_inputs(variant, inputs, values, per_token_logps.shape)
-    if variant.vocabulary is not None:
-        raise ValueError(f"variant {variant.name!r} works on the vocabulary: use linear_policy_loss with ref_hidden")
+    if variant.vocabulary is not None and values["beta"] > 0:
+        raise ValueError(
+            f"variant {variant.name!r} with beta={values['beta']} works on the vocabulary: "
+            "use linear_policy_loss with ref_hidden, or beta=0"
+        )
     checks.check_finite("per_token_logps", per_token_logps, inputs.completion_mask)
     return attach(per_token_logps, evaluate(variant, per_token_logps, inputs, values), inputs)
 

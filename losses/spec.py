@@ -88,8 +88,11 @@ class Variant:
         vocabulary: the KL term is the exact divergence over the vocabulary, from `LossInputs.ref_hidden`.
         advantage: hook (rewards (B,), group_ids (B,)) -> advantages (B,); None: `losses.group_advantages`.
         shape_reward: hook (rewards (B,), n (B, T), p (B, T), mask (B, T), params) -> rewards (B,), before the advantages.
+        shape_advantage: hook (advantages (B, T), o (B, T), p (B, T), mask (B, T), params) -> advantages (B, T), applied in
+            the loss where beta > 0; o and p are log-probs of the policy that drew the tokens and of the reference.
         kinks: ratios at which the surrogate has two slopes, as a function of the parameters, for the property tests.
-        claims: what the variant is said to train, held against the result by `python -m ablate check`.
+        claims: what the variant is said to train, held against the result by `python -m ablate check` (`ablate.check.CLAIMS`
+            lists what can be claimed).
     """
 
     name: str
@@ -105,6 +108,7 @@ class Variant:
     vocabulary: Literal["reverse_kl", "forward_kl"] | None = None
     advantage: Callable[[Tensor, Tensor], Tensor] | None = None
     shape_reward: Callable[..., Tensor] | None = None
+    shape_advantage: Callable[..., Tensor] | None = None
     claims: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -144,6 +148,7 @@ class LossInputs:
         group_ids: (B,) int, completions of one prompt share one.
         ref_hidden: (B, T, H) the reference model's hidden states, for a variant with a vocabulary level.
         ref_lm_head_weight: (V, H) the reference model's LM head; None: the policy's.
+        ref_lm_head_bias: (V,) the bias of the reference model's LM head; None: the policy's.
     """
 
     completion_ids: Tensor
@@ -157,6 +162,7 @@ class LossInputs:
     group_ids: Tensor | None = None
     ref_hidden: Tensor | None = None
     ref_lm_head_weight: Tensor | None = None
+    ref_lm_head_bias: Tensor | None = None
 
 
 @dataclass(frozen=True)

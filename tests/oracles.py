@@ -19,9 +19,7 @@ from torch import Tensor
 F64 = torch.float64
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The head: logits, log-probs, entropy, divergences
-# ---------------------------------------------------------------------------------------------------------------------
+# The head: logits, log-probs, entropy, divergences ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -94,9 +92,7 @@ def scatter(rows: list[Tensor], mask: Tensor) -> Tensor:
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Token terms
-# ---------------------------------------------------------------------------------------------------------------------
+# Token terms --------------------------------------------------------------------------------------------------------
 
 
 def k1(n: Tensor, p: Tensor) -> Tensor:
@@ -122,11 +118,14 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, low: float | None, high:
 
 @dataclass(frozen=True)
 class Definition:
-    """A variant on paper. `ratio(n, o)` gives the ratio of every token of one completion, `kl(n, p)` its KL term."""
+    """A variant on paper. `ratio(n, o)` gives the ratio of every token of one completion, `kl(n, p)` its KL term (None:
+    it has none), which `kl_weight(n, o)` multiplies; `shape(a, o, p, beta)` changes the advantages at first."""
 
     ratio: Callable[[Tensor, Tensor], Tensor]
-    kl: Callable[[Tensor, Tensor], Tensor]
+    kl: Callable[[Tensor, Tensor], Tensor] | None
     aggregation: str = "sequence_mean"
+    kl_weight: Callable[[Tensor, Tensor], Tensor] | None = None
+    shape: Callable[[Tensor, Tensor, Tensor, float], Tensor] | None = None
 
 
 def token_ratio(n: Tensor, o: Tensor) -> Tensor:
@@ -159,12 +158,10 @@ DEFINITIONS = FOUNDING | {
     "dr_grpo": Definition(token_ratio, k3, "constant"),  # Liu et al. 2025, sec. 3.2
     "gspo": Definition(sequence_ratio, k3),  # Zheng et al. 2025, eq. 5-7
 }
-"""Every registered variant; a new one needs its transcription here."""
+"""Registered variants; a new one needs its transcription here, or in tests/oracles_kl.py."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Sampling importance weight, aggregation, loss
-# ---------------------------------------------------------------------------------------------------------------------
+# Sampling importance weight, aggregation, loss ----------------------------------------------------------------------
 
 
 def sampling_weight(o: Tensor, mu: Tensor, level: str, mode: str, cap: float) -> Tensor:
@@ -263,6 +260,8 @@ def terms(definition: Definition, rows: list[Tensor], batch: Batch, options: Opt
         per_token = batch.advantages.ndim == 2
         a = column(batch.advantages if per_token else batch.advantages[:, None].expand(batch.ids.shape))
         o = n.detach() if batch.old is None else column(batch.old)
+        if definition.shape is not None and batch.ref is not None:
+            a = definition.shape(a, o, column(batch.ref), options.beta)
         ratio = definition.ratio(n, o)
         token = clipped_surrogate(ratio, a, options.epsilon, options.epsilon_high)
         if batch.sampling is not None:
@@ -270,11 +269,11 @@ def terms(definition: Definition, rows: list[Tensor], batch: Batch, options: Opt
             token = token * sampling_weight(o, mu, options.sampling_level, options.sampling_mode, options.sampling_cap)
         if batch.ref is not None:
             p = column(batch.ref)
-            own = definition.kl(n, p)
             out.kl.append(k3(n, p).detach())
-            out.own_kl.append(own.detach())
-            if options.beta != 0:
-                token = token + options.beta * own
+            if definition.kl is not None:
+                own = definition.kl(n, p) * (1 if definition.kl_weight is None else definition.kl_weight(n, o))
+                out.own_kl.append(own.detach())
+                token = token + options.beta * own if options.beta != 0 else token
         low = options.epsilon
         high = options.epsilon_high if options.epsilon_high is not None else low
         r = ratio.detach()
@@ -355,9 +354,7 @@ def evaluate(
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The enumerable problem: one token, three answers, every expectation a finite sum
-# ---------------------------------------------------------------------------------------------------------------------
+# The enumerable problem: one token, three answers, every expectation a finite sum -----------------------------------
 
 Q = torch.tensor([0.7, 0.2, 0.1], dtype=F64)
 REFERENCE = torch.tensor([0.2, 0.3, 0.5], dtype=F64)
