@@ -114,6 +114,10 @@ def differences(runs: Runs, *, baseline: str = stats.BASELINE, level: float = st
                 [c.difference.mean], [y], style.marker, color=style.color, markerfacecolor=face, markersize=6.5,
                 markeredgewidth=1.5, zorder=3,
             )  # fmt: skip
+        if not any(c.point == point and c.difference is not None and c.difference.n for c in compared):
+            panel.text(
+                0.5, 0.5, "no pair finished", transform=panel.transAxes, ha="center", va="center", color="#777777"
+            )
         panel.set_yticks(range(len(variants)), variants)
         panel.set_ylim(len(variants) - 0.5, -0.5)
         panel.grid(axis="y", visible=False)

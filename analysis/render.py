@@ -116,7 +116,7 @@ def write_report(experiment_dir: str | os.PathLike[str], out: str | os.PathLike[
         drawn = figure.draw(runs)
         saved = plots.save(drawn, folder / figure.name)
         paths += saved
-        pictures[figure.name] = {"figure": figure, "uri": _embedded(saved)}
+        pictures[figure.name] = {"figure": figure, "uri": _embedded(saved), "width": round(120 * drawn.get_figwidth())}
     page = _environment().get_template("report.html.j2").render(
         runs=runs, table=main, tables={t.name: t for t in others}, results=results, notes=notes, problems=problems,
         pictures=pictures, samples=shown, failures=runs.failures.to_dict("records"),

@@ -64,7 +64,7 @@ def _sentence(c: Comparison, verb: str, baseline: str) -> str:
         course = f"{number(c.start.mean, decimals)} to {number(c.final.mean, decimals)}"
         if c.gain.n == 0:
             return f"{c.variant} ends at {number(c.final.mean, decimals)}, {n}"
-        rest = " (n = 1, no interval)" if c.gain.n == 1 else ""
+        rest = ", no interval from one seed" if c.gain.n == 1 else ""
         return f"{c.variant} {verb}: {course}, {estimate(c.gain)} over its start, {n}{rest}"
     if c.difference.n == 0:
         why = "no pair is left" if c.unpaired else f"no finished run of {baseline} to compare with"

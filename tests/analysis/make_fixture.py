@@ -148,11 +148,12 @@ def curves(rng: np.random.Generator, variant: str, beta: float) -> tuple[list[di
     return metrics, evals
 
 
-def rollouts(rng: np.random.Generator, step: int) -> pd.DataFrame:
+def rollouts(rng: np.random.Generator, seed: int, step: int) -> pd.DataFrame:
     """Four completions of two prompts, one of them hostile to a report that does not escape."""
+    prompts = np.random.default_rng([seed, step]).integers(0, 50, (2, 2))  # the same for every variant
     rows = []
     for group in range(2):
-        a, b = (int(x) for x in rng.integers(0, 50, 2))
+        a, b = (int(x) for x in prompts[group])
         rewards = []
         for sample in range(4):
             slip = int(rng.integers(0, 2)) if (group, sample) != (0, 0) else 0
@@ -222,7 +223,7 @@ def write_cell(
     if store:
         (folder / schema.ROLLOUTS_DIR).mkdir(exist_ok=True)
         step = metrics[-1]["step"]
-        rollouts(rng, step).to_parquet(folder / schema.ROLLOUTS_DIR / f"step-{step:06d}.parquet")
+        rollouts(rng, seed, step).to_parquet(folder / schema.ROLLOUTS_DIR / f"step-{step:06d}.parquet")
     if state == "done":
         last = {key: value for key, value in evals[-1].items() if key != "step"}
         done = {"hash": config_hash, "seconds": 9.5, "steps": STEPS, "eval": last, "pairing": pairing(seed)}
