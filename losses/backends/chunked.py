@@ -44,7 +44,7 @@ def chunk_rows(head: Head) -> int:
 
 def _chunks(head: Head, ids: Tensor, index: Tensor | None, ops: Products, weight: Tensor) -> Iterator[_Chunk]:
     total = head.tokens if index is None else len(index)
-    rows = min(chunk_rows(head), total)
+    rows = max(1, min(chunk_rows(head), total))
     shape = (rows, weight.shape[0])
     logits = torch.empty(shape, dtype=head.logps_dtype, device=weight.device)
     scratch = torch.empty_like(logits)

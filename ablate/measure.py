@@ -1,0 +1,96 @@
+"""What a training step took: time by part, memory, distance of the weights from their start."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+
+class Meter:
+    """Times parts of a step by the host clock, the device's queue drained at both ends, and reads peak memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._last = time.perf_counter()
+        self._reset_peak()
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        self._drain()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._drain()
+            self.seconds[name] += time.perf_counter() - start
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leaves what runs inside, an evaluation, out of the step's time."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._last += time.perf_counter() - start
+
+    def flush(self, tokens: int) -> dict[str, float]:
+        """The figures since the last flush: `time/<part>` (s), step_time (s), tokens_per_second, peak_memory_bytes.
+
+        `step` covers a micro-batch's forward and backward with its share of the rollout; what is left of step_time is the optimizer,
+        and logging.
+        """
+        now = time.perf_counter()
+        elapsed, self._last = now - self._last, now
+        parts = dict(self.seconds)
+        self.seconds.clear()
+        inner = sum(parts.get(name, 0.0) for name in ("rollout", "reward", "logps"))
+        out = {f"time/{name}": parts.get(name, 0.0) for name in ("rollout", "reward", "logps")}
+        out["time/loss"] = parts.get("step", 0.0) - inner
+        out["time/optimizer"] = max(0.0, elapsed - parts.get("step", 0.0))
+        out["step_time"] = elapsed
+        out["tokens_per_second"] = tokens / elapsed if elapsed > 0 else 0.0
+        out["peak_memory_bytes"] = float(self._peak())
+        self._reset_peak()
+        return out
+
+    def _drain(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _peak(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        with suppress(OSError, StopIteration):
+            with open("/proc/self/status") as status:
+                line = next(row for row in status if row.startswith("VmHWM"))
+            return int(line.split()[1]) * 1024
+        return psutil.Process().memory_info().rss
+
+    def _reset_peak(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            with suppress(OSError), open("/proc/self/clear_refs", "w") as refs:
+                refs.write("5")
+
+
+def snapshot(model: Any) -> dict[str, Tensor]:
+    """Copies of the trained parameters, on the host."""
+    return {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters() if p.requires_grad}
+
+
+def distance(model: Any, start: dict[str, Tensor]) -> float:
+    """L2 distance of the trained parameters from `start`."""
+    total = 0.0
+    for name, p in model.named_parameters():
+        if name in start:
+            total += (p.detach().float() - start[name].to(p.device).float()).square().sum().item()
+    return total**0.5

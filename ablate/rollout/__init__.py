@@ -1,0 +1,42 @@
+"""Rollout engines: what draws completions for a trainer. One file per engine; none knows the trainer."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass
+class Rollout:
+    """Completions of one generation, in the order of the prompts.
+
+    completion_ids: token ids, the end token included where it was drawn. logps: the sampler's log-prob of each token under the
+    temperature-only distribution, or None where the engine gives none.
+    """
+
+    completion_ids: list[list[int]]
+    logps: list[list[float]] | None = None
+
+
+class Engine(Protocol):
+    """Draws completions from the trainer's current policy."""
+
+    name: str
+
+    def generate(self, model: Any, prompt_ids: list[list[int]], *, seed: int, step: int, num_generations: int) -> Rollout:
+        """One completion per entry of prompt_ids, each prompt repeated num_generations times in a row; the same seed, the same
+        weights and prompts give the same completions."""
+        ...
+
+    def greedy(self, model: Any, prompt_ids: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+        """The most likely completion of each prompt, for evaluation."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed from what identifies a draw (run seed, step, prompt, sample): equal parts, equal seed; no collisions by sums."""
+    digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,383 @@
+"""TRL's GRPOTrainer with the loss taken from the registry, computed from hidden states.
+
+What is changed, and where:
+
+- `_get_per_token_logps_and_entropies` and `_compute_loss` run one path, `losses`' product of hidden states and LM head, so that
+  policy, old and reference log-probs of the same weights are equal to the bit on a CPU.
+- Old and reference log-probs are computed after TRL has shuffled and split the generation batch, on the micro-batches as the loss will
+  see them: the same tensors in the same shapes, whatever the accumulation.
+- Advantages come from the variant's hook or `losses.group_advantages`.
+- Every draw is seeded by (seed, optimizer step), so that a resumed run continues with the same numbers.
+- Metrics are pooled by tokens over micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import set_seed
+from trl import GRPOTrainer
+from trl.trainer.utils import RepeatSampler, use_adapter
+
+import losses
+from ablate import lm_head, measure, trl_options
+from ablate.rewards import checked
+from ablate.rollout import Engine, derive_seed
+
+
+class AblationTrainer(GRPOTrainer):
+    """A GRPOTrainer whose loss is a registered variant.
+
+    Args:
+        loss_variant: a name of `losses.names()`; None: what `args.loss_type` and `args.importance_sampling_level` name.
+        loss_params: parameters of the variant beside or instead of GRPOConfig's (`{"epsilon": None}`: no clipping).
+        loss_backend: see `losses.linear_policy_loss`. loss_precision: likewise.
+        engine: draws the completions; None: TRL's own generation (vLLM included).
+        on_generation: called with the `Generation` of every batch of rollouts, after its log-probs are known.
+
+    Everything else is GRPOTrainer's. Raises ValueError where GRPOConfig holds a loss option that would have no effect.
+    """
+
+    _tag_names = ["trl", "grpo", "grpo-ablation"]
+
+    def __init__(
+        self,
+        *args: Any,
+        loss_variant: str | None = None,
+        loss_params: dict[str, Any] | None = None,
+        loss_backend: str = "auto",
+        loss_precision: str = "auto",
+        engine: Engine | None = None,
+        on_generation: Callable[[Generation], None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.variant = losses.get(trl_options.variant_of(self.args, loss_variant))
+        self.loss_params = trl_options.loss_params(self.args, self.variant.name, loss_params)
+        self.engine, self.on_generation = engine, on_generation
+        self.reward_funcs = [checked(f, name) for f, name in zip(self.reward_funcs, self.reward_func_names, strict=True)]
+        base = self._base(self.model)
+        lm_head.attach(base)
+        if self.ref_model is not None:
+            lm_head.attach(self.ref_model)
+        self._head_options = {
+            **lm_head.logit_options(base.config),
+            "temperature": self.temperature,
+            "backend": loss_backend,
+            "precision": loss_precision,
+        }
+        self._scoring = False  # TRL is generating and scoring: it gets no log-probs yet
+        self._generation: Generation | None = None
+        self._pooled: dict[str, losses.Metric] = {}
+        self._meter = measure.Meter(self.accelerator.device)
+        self._start = measure.snapshot(self.model)
+
+    def _base(self, model: Any) -> Any:
+        model = self.accelerator.unwrap_model(model) if hasattr(self, "accelerator") else model
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    # ---- log-probs: one path for policy, old and reference
+
+    def _with_head(self, model: Any, batch: dict[str, Tensor], function: Callable[..., Any]) -> Any:
+        """function(hidden (B, T, H) that predicts the completion, LM head weight, bias), inside the model's forward."""
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        length = batch["completion_ids"].shape[1]
+
+        def on_hidden(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+            return function(hidden[:, -length - 1 : -1], weight, bias)
+
+        with self.accelerator.autocast():
+            return model(input_ids=ids, attention_mask=attention, on_hidden=on_hidden, **_extra_inputs(batch))
+
+    def _logps(self, model: Any, batch: dict[str, Tensor], entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        return self._with_head(
+            model,
+            batch,
+            lambda hidden, weight, bias: losses.logps_and_entropy(
+                hidden, weight, batch["completion_ids"], lm_head_bias=bias, completion_mask=loss_mask(batch), entropy=entropy,
+                **self._head_options,
+            ),
+        )  # fmt: skip
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
+    ):
+        """TRL's method on the same path. While TRL scores a generation it gets None: see `_finish_generation`."""
+        if self._scoring:
+            return None, None, None
+        if kwargs.pop("compute_aux_loss", False):
+            raise ValueError("output_router_logits: the load-balancing loss of mixture models is not added")
+        prompt = input_ids.shape[1] - logits_to_keep
+        logps, entropies = [], []
+        size = batch_size or len(input_ids)
+        for start in range(0, len(input_ids), size):
+            ids, attention = input_ids[start : start + size], attention_mask[start : start + size]
+            batch = {
+                "prompt_ids": ids[:, :prompt],
+                "completion_ids": ids[:, prompt:],
+                "prompt_mask": attention[:, :prompt],
+                "completion_mask": attention[:, prompt:],
+            }
+            for part, value in zip((logps, entropies), self._logps(model, batch, compute_entropy), strict=True):
+                part.append(value)
+        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+
+    @contextmanager
+    def _reference(self) -> Iterator[Any]:
+        """The reference model: a copy of the start, or the policy with its adapter off (or its own 'ref' adapter on)."""
+        if self.ref_model is not None:
+            yield self.ref_model
+        else:
+            peft_model = self.accelerator.unwrap_model(self.model)
+            with use_adapter(peft_model, "ref" if "ref" in peft_model.peft_config else None):
+                yield self.model
+
+    # ---- rollouts
+
+    def _get_train_sampler(self, dataset: Any = None) -> EpochSampler:
+        sampler = super()._get_train_sampler(dataset)
+        return EpochSampler(
+            sampler.data_source, sampler.mini_repeat_count, sampler.batch_size, sampler.repeat_count, sampler.shuffle, sampler.seed
+        )
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+        every = self.args.steps_per_generation * self.num_iterations
+        fresh = self.model.training and (self._step % every == 0 or self._buffered_inputs is None)
+        if not self.model.training or not fresh:
+            return super()._prepare_inputs(generation_batch)
+        # Shuffling, dropout and TRL's own sampling draw from the global generators: set here, they are the same after a resume.
+        set_seed(derive_seed(self.args.seed, "step", self.state.global_step, self.accelerator.process_index) % 2**32)
+        self._scoring = not self.use_vllm
+        try:
+            inputs = super()._prepare_inputs(generation_batch)
+        finally:
+            self._scoring = False
+        self._finish_generation(self._buffered_inputs)
+        return inputs
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        with self._meter.time("rollout"):
+            if self.engine is None:
+                return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
+            if images is not None:
+                raise ValueError(f"the rollout engine {self.engine.name!r} takes no images; leave engine=None for TRL's generation")
+            seed = derive_seed(self.args.seed, "rollout", self.state.global_step, self.accelerator.process_index)
+            rollout = self.engine.generate(
+                self.accelerator.unwrap_model(self.model_wrapped),
+                [list(ids) for ids in prompt_ids],
+                seed=seed,
+                step=self.state.global_step,
+                num_generations=num_generations,
+            )
+        self._sampling_seed = seed
+        # TRL reads the last token of every completion: an empty one becomes a lone end token that no mean counts.
+        self._empty = [not ids for ids in rollout.completion_ids]
+        ids = [row or [self.eos_token_ids[0]] for row in rollout.completion_ids]
+        logps = None if rollout.logps is None else [row or [0.0] for row in rollout.logps]
+        return ids, logps
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        with self._meter.time("reward"):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._scored = (prompts, completions, rewards, [len(ids) for ids in completion_ids_list])
+        return rewards
+
+    def _generate_and_score_completions(self, inputs):
+        self._empty, self._sampling_seed = [False] * len(inputs), None
+        output = super()._generate_and_score_completions(inputs)
+        output["row"] = torch.arange(len(inputs), device=output["advantages"].device)
+        empty = torch.tensor(self._empty, device=output["row"].device)
+        output["completion_mask"] = output["completion_mask"].masked_fill(empty.unsqueeze(1), 0)
+        return output
+
+    def _finish_generation(self, batches: list[dict[str, Any]]) -> None:
+        """Log-probs, normalisers and advantages of a generation's micro-batches, in the order the loss will see them."""
+        off_policy = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
+        with torch.no_grad(), self._meter.time("logps"):
+            for batch in batches:
+                if off_policy or self.variant.shape_reward is not None or "sampling_per_token_logps" in batch:
+                    batch["old_per_token_logps"] = self._logps(self.model, batch)[0]
+                if self.beta != 0 and self.variant.vocabulary is None:
+                    with self._reference() as model:
+                        batch["ref_per_token_logps"] = self._logps(model, batch)[0]
+                if self.beta == 0:
+                    batch.pop("ref_per_token_logps", None)
+        self._set_normalisers(batches)
+        self._generation = Generation(self, batches)
+        self._set_advantages(batches)
+        if self.on_generation is not None:
+            self.on_generation(self._generation)
+
+    def _set_normalisers(self, batches: list[dict[str, Any]]) -> None:
+        """Tokens and completions of every accumulation window, in each of its micro-batches: the parts add up to the whole."""
+        window = self.args.gradient_accumulation_steps
+        whole = len(batches) % window == 0
+        size = window if whole else 1
+        for start in range(0, len(batches), size):
+            part = batches[start : start + size]
+            masks = [loss_mask(batch).bool() for batch in part]
+            counts = torch.stack([sum(m.sum() for m in masks), sum(m.any(-1).sum() for m in masks)]).float()  # type: ignore[arg-type]
+            counts = self.accelerator.reduce(counts, reduction="sum") / self.accelerator.num_processes
+            # A window that spans generations cannot know its later counts: each part then weighs 1 / window.
+            counts = counts if whole else counts * window
+            for batch in part:
+                batch["num_items"], batch["num_sequences"] = counts[0], counts[1]
+
+    def _set_advantages(self, batches: list[dict[str, Any]]) -> None:
+        """The variant's advantages; TRL's own stay where rewards are scaled by the batch, or groups span processes."""
+        generation, hook = self._generation, self.variant.advantage
+        assert generation is not None
+        plain = self.args.scale_rewards == "group" and self.args.multi_objective_aggregation == "sum_then_normalize"
+        if self.accelerator.num_processes > 1 or not (plain or hook):
+            if hook or self.variant.shape_reward:
+                raise ValueError(f"{self.variant.name!r} sets its own advantages: use one process and scale_rewards='group'")
+            return
+        rewards = generation.total_rewards
+        if self.variant.shape_reward is not None:
+            rewards = generation.shape_rewards(self.variant.shape_reward, self.loss_params)
+        advantages = (hook or losses.group_advantages)(rewards, generation.group_ids)
+        for batch in batches:
+            batch["advantages"] = advantages[batch["row"]]
+        generation.advantages = advantages
+
+    # ---- the loss
+
+    def _compute_loss(self, model, inputs):
+        with self._meter.time("loss"):
+            reference = self._reference_hidden(inputs) if self.variant.vocabulary and self.beta != 0 else (None, None)
+            group = inputs["row"] // self.num_generations if "row" in inputs else None
+            loss_inputs = losses.LossInputs(
+                completion_ids=inputs["completion_ids"],
+                completion_mask=loss_mask(inputs),
+                advantages=inputs["advantages"],
+                old_per_token_logps=inputs.get("old_per_token_logps"),
+                ref_per_token_logps=inputs.get("ref_per_token_logps"),
+                sampling_per_token_logps=self._sampling_logps(inputs),
+                num_items_in_batch=inputs.get("num_items"),
+                num_sequences_in_batch=inputs.get("num_sequences"),
+                group_ids=group,
+                ref_hidden=reference[0],
+                ref_lm_head_weight=reference[1],
+            )
+            metrics: dict[str, losses.Metric] = {}
+
+            def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                out = losses.linear_policy_loss(
+                    hidden, weight, loss_inputs, self.variant, lm_head_bias=bias, **self._head_options, **self.loss_params
+                )
+                metrics.update(out.metrics)
+                return out.loss
+
+            loss = self._with_head(model, inputs, loss_of)
+        if not torch.isfinite(loss):
+            raise ValueError(f"the loss of {self.variant.name!r} is {loss.item()} at step {self.state.global_step + 1}")
+        for name, metric in metrics.items():
+            self._pooled[name] = self._pooled[name] + metric if name in self._pooled else metric
+        return loss
+
+    def _sampling_logps(self, inputs: dict[str, Any]) -> Tensor | None:
+        sampling = inputs.get("sampling_per_token_logps")
+        if sampling is None or not self.args.vllm_importance_sampling_correction:
+            return None
+        # A token that the sampler could not score counts as drawn from the policy.
+        old = inputs.get("old_per_token_logps")
+        return torch.where(torch.isnan(sampling), old, sampling) if old is not None else sampling
+
+    def _reference_hidden(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        with torch.no_grad(), self._reference() as model:
+            return self._with_head(model, inputs, lambda hidden, weight, bias: (hidden, weight))
+
+    # ---- steps and logs
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._meter.flush(0)  # what came before is no step
+        return super().train(*args, **kwargs)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        with self._meter.time("step"):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.model.training and self._pooled:
+            mode = self._metrics["train"]
+            for name, metric in self._pooled.items():
+                totals = self.accelerator.reduce(torch.stack([metric.sum.float(), metric.count]), reduction="sum")
+                mode[name] = [losses.Metric(totals[0], totals[1]).mean.item()]
+            self._pooled.clear()
+            mode["weight_distance"] = [measure.distance(self.model, self._start)]
+            tokens = self._generation.tokens if self._generation else 0
+            for name, value in self._meter.flush(tokens).items():
+                mode[name] = [value]
+        super().log(logs, start_time)
+
+
+class EpochSampler(RepeatSampler):
+    """TRL's RepeatSampler, whose order in an epoch does not depend on having run the epochs before it in this process."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed(self.seed)
+            for _ in range(self.epoch):  # TRL draws one permutation an epoch from one generator
+                torch.randperm(self.num_samples, generator=self.generator)
+        return super().__iter__()
+
+
+class Generation:
+    """One batch of rollouts, rows in the order of generation (prompt by prompt, num_generations rows each).
+
+    rewards: (rows, functions) with NaN where a function gave None. Tensors live on the training device.
+    """
+
+    def __init__(self, trainer: AblationTrainer, batches: list[dict[str, Any]]) -> None:
+        prompts, completions, rewards, self.lengths = trainer._scored
+        offset = trainer.accelerator.process_index * len(prompts)
+        self.step = trainer.state.global_step + 1
+        self.sampling_seed = trainer._sampling_seed
+        self.prompts, self.completions = prompts, completions
+        self.reward_names = list(trainer.reward_func_names)
+        self.rewards = rewards[offset : offset + len(prompts)]
+        weights = trainer.reward_weights.to(rewards.device)
+        missing = torch.isnan(self.rewards).all(1)
+        self.total_rewards = (self.rewards * weights).nansum(1).masked_fill(missing, torch.nan)
+        self.num_generations = trainer.num_generations
+        self.group_ids = torch.arange(len(prompts), device=rewards.device) // self.num_generations
+        self._batches = batches
+        self.advantages = self.column("advantages")
+        self.tokens = int(self.column("completion_mask").sum())
+
+    def column(self, name: str) -> Tensor | None:
+        """A tensor of the micro-batches, rows back in the order of generation; None where they have none."""
+        if self._batches[0].get(name) is None:
+            return None
+        rows = torch.cat([batch["row"] for batch in self._batches])
+        return torch.cat([batch[name] for batch in self._batches])[rows.argsort()]
+
+    def shape_rewards(self, hook: Callable[..., Tensor], params: dict[str, Any]) -> Tensor:
+        """Rewards after the variant's hook, which sees old and reference log-probs and the mask."""
+        old, ref, mask = (self.column(n) for n in ("old_per_token_logps", "ref_per_token_logps", "completion_mask"))
+        if old is None or ref is None:
+            raise ValueError("a variant that shapes rewards needs old and reference log-probs: set beta > 0")
+        return hook(self.total_rewards, old, ref, mask, params)
+
+
+def loss_mask(batch: dict[str, Tensor]) -> Tensor:
+    """(B, T): completion tokens that the loss counts; tool output is not among them."""
+    mask = batch["completion_mask"]
+    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+
+def _extra_inputs(batch: dict[str, Any]) -> dict[str, Any]:
+    names = ("token_type_ids",)
+    if any(name in batch for name in ("pixel_values", "num_images")):
+        raise ValueError("image inputs: AblationTrainer trains on text")
+    return {name: batch[name] for name in names if name in batch}
