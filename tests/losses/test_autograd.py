@@ -1,19 +1,14 @@
-"""The backward pass: incoming gradients, second backwards, GradScaler's scaling, autocast, and how much is alive."""
+"""The backward pass: incoming gradients, second backwards, GradScaler's scaling, autocast."""
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import losses
 from tests import oracles
 from tests.losses.common import BACKENDS, VARIANTS, call, close, error, oracle, own_params
-from tests.strategies import HALF, generator, make_case
+from tests.strategies import HALF, make_case
 
 both = pytest.mark.parametrize("backend", BACKENDS)
 every = pytest.mark.parametrize("variant", VARIANTS)
@@ -211,83 +206,3 @@ def test_hidden_and_weight_of_different_dtypes(backend, dtype):
     assert (out.per_token_logps - want.per_token_logps).abs().max() < 1e-5
     assert hidden.grad.dtype == dtype and weight.grad.dtype == torch.float32
     assert error(weight.grad, want.weight) < 1e-5
-
-
-# ------------------------------------------------------------------------------------------------------------- memory
-
-
-class Largest(TorchDispatchMode):
-    """Floating-point tensors that operations give out: the largest, and how many (rows, vocab) ones live at once."""
-
-    def __init__(self, vocab: int) -> None:
-        super().__init__()
-        self.vocab = vocab
-        self.elements = 0
-        self.alive = 0
-        self.peak = 0
-        self.seen: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.is_floating_point():
-                self.note(x)
-        return out
-
-    def note(self, x: Tensor) -> None:
-        self.elements = max(self.elements, x.numel())
-        storage = x.untyped_storage()
-        key = storage._cdata
-        if key in self.seen or x.ndim != 2 or x.shape[1] != self.vocab:
-            return
-        size = storage.nbytes()
-        self.seen.add(key)
-        self.alive += size
-        self.peak = max(self.peak, self.alive)
-        weakref.finalize(storage, self.free, key, size)
-
-    def free(self, key: int, size: int) -> None:
-        self.seen.discard(key)
-        self.alive -= size
-
-
-def measure(
-    variant: str, backend: str, trained: tuple[str, ...], dtype: torch.dtype, chunk: int
-) -> tuple[Largest, int, int]:
-    batch, length, width, vocab = 4, 64, 8, 331
-    rng = generator(60)
-    case = make_case(60, batch=batch, length=length, width=width, vocab=vocab, mask_kind="holes", bias=True).cast(dtype)
-    assert int(torch.randint(2, (1,), generator=rng)) in (0, 1)
-    with Largest(vocab) as seen:
-        call(variant, case, backend, trained=trained, chunk_size=chunk)
-    return seen, batch * length, vocab
-
-
-@every
-@heads
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_chunked_never_holds_more_than_a_chunk_of_logits(variant, trained, dtype):
-    chunk, width = 8, 8
-    seen, tokens, vocab = measure(variant, "chunked", trained, dtype, chunk)
-    assert seen.elements <= max(chunk * vocab, vocab * width, tokens * width)
-    assert seen.elements < tokens * vocab / 8
-
-
-def test_the_measurement_sees_full_logits():
-    """The counter is no ornament: it finds the (tokens, vocab) tensor of the reference backend."""
-    seen, _, vocab = measure("reference", "reference", ("hidden",), torch.float32, 8)
-    assert seen.elements > 100 * vocab
-
-
-@heads
-def test_chunk_of_its_own_choice_is_bounded(trained):
-    """Without chunk_size the chunk follows from the vocabulary, not from the number of tokens."""
-    tokens, width, vocab = 4096, 2, 20_000
-    rng = generator(61)
-    hidden = torch.randn(1, tokens, width, generator=rng).requires_grad_(True)
-    weight = torch.randn(vocab, width, generator=rng).requires_grad_("weight" in trained)
-    ids = torch.randint(0, vocab, (1, tokens), generator=rng)
-    inputs = losses.LossInputs(ids, torch.arange(tokens)[None] < 1400, torch.ones(1))
-    with Largest(vocab) as seen:
-        losses.linear_policy_loss(hidden, weight, inputs, beta=0.0, backend="chunked").loss.backward()
-    assert seen.elements * 4 <= 64 * 2**20
