@@ -1,4 +1,4 @@
-"""The KL family: each estimate against its transcription, and every invariant that the founding variants are held to."""
+"""The KL family: each estimate against its transcription, and the invariants that the founding variants are held to."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def some(**fixed) -> list[Case]:
 
 
 def test_names_say_what_they_are():
-    """Every estimate comes with no ratio, the detached and the undetached one; nothing in the family lacks an oracle."""
+    """Every estimate comes with no ratio, the detached and the undetached one; nothing registered lacks an oracle."""
     for estimate in oracles_kl.ESTIMATES:
         assert {estimate, f"{estimate}_sg_is", f"{estimate}_is"} <= set(losses.names())
     assert set(FAMILY) | set(oracles_kl.EXACT) | set(oracles.DEFINITIONS) == set(losses.names())
