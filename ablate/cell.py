@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig
 
 from ablate import engines, models, provenance, records, resolve, schema, tasks
@@ -44,7 +44,6 @@ def run_cell(cell: Cell, directory: CellDir, on_step: OnStep) -> dict[str, Any]:
     task = tasks.get(config.task, **config.task_options).bind(loaded.tokenizer)
     args = grpo_config(cell, directory.path / ".trainer", device, task.max_completion_length)
     dataset = task.train_dataset(cell.seed)
-    engine = engines.get(config, loaded, args, device)
     try:
         trainer = AblationTrainer(
             model=loaded.build(),
@@ -54,11 +53,15 @@ def run_cell(cell: Cell, directory: CellDir, on_step: OnStep) -> dict[str, Any]:
             processing_class=loaded.tokenizer,
             peft_config=_lora(config) if config.train.lora else None,
             loss_variant=cell.variant,
-            loss_params={"epsilon": config.loss.epsilon, "epsilon_high": config.loss.epsilon_high, **config.loss.params},
+            loss_params={
+                "epsilon": config.loss.epsilon,
+                "epsilon_high": config.loss.epsilon_high,
+                **config.loss.params,
+            },
             loss_backend=config.loss.backend,
             loss_precision=config.loss.precision,
-            engine=engine,
         )
+        trainer.engine = engines.get(config, trainer)
         return _Run(cell, directory, on_step, trainer, task, loaded, dataset).run()
     finally:
         trainer = None  # type: ignore[assignment]
@@ -120,7 +123,9 @@ def _weights_dtype(config: Config) -> torch.dtype:
 def _lora(config: Config) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(**{"task_type": "CAUSAL_LM", "r": 16, "lora_alpha": 32, "target_modules": "all-linear", **config.peft})
+    return LoraConfig(
+        **{"task_type": "CAUSAL_LM", "r": 16, "lora_alpha": 32, "target_modules": "all-linear", **config.peft}
+    )
 
 
 def _quiet() -> None:
@@ -150,14 +155,24 @@ class _Run:
         config, trainer, directory = self.cell.config, self.trainer, self.directory
         pairing = self._pairing()
         env = provenance.collect([self.cell.seed])
-        env |= {"pairing": pairing, "model": {"spec": config.model, "source": self.loaded.source}, "resolved": self._resolved()}
+        env |= {
+            "pairing": pairing,
+            "task": {
+                "name": self.task.name,
+                "primary_metric": self.task.primary_metric,
+                "primary_label": self.task.primary_label,
+            },
+            "model": {"spec": config.model, "source": self.loaded.source},
+            "resolved": self._resolved(),
+        }
         found = directory.latest_checkpoint()
         before = directory.read_env()
         if found and before and before.get("pairing") != pairing:
-            raise ValueError(f"{directory.path}: the model or the data changed since this cell began; delete the folder to start again")
+            raise ValueError(f"{directory.path}: its model or data changed since it began; delete the folder")
         directory.write_env(env)
         directory.rewind(found[0] if found else -1)
         trainer.on_generation = self._store_rollouts
+        trainer.remove_callback(PrinterCallback)
         trainer.add_callback(_Callback(self))
         if not found:
             self.evaluate(0)

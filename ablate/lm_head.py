@@ -3,8 +3,9 @@
     attach(model)
     model(input_ids=..., attention_mask=..., on_hidden=lambda hidden, weight, bias: ...)
 
-The call goes through the model as it is wrapped (PEFT, DDP, autocast), so that hooks, gradient synchronisation and precision are
-those of an ordinary forward; without `on_hidden` the forward is the original one, and generation is unchanged.
+The call goes through the model as it is wrapped (PEFT, DDP, autocast), so that hooks, gradient synchronisation and
+precision are those of an ordinary forward; without `on_hidden` the forward is the original one, and generation is
+unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def attach(model: nn.Module) -> None:
 
 
 def head_parameters(model: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight (V, H) and bias (V,) or None of the LM head in use. Raises ValueError where an adapter sits on the head."""
+    """Weight (V, H) and bias (V,) or None of the LM head in use. Raises ValueError where an adapter is on the head."""
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} has no output embeddings: a causal LM with an LM head is needed")
@@ -51,14 +52,12 @@ def head_parameters(model: Any) -> tuple[Tensor, Tensor | None]:
 def logit_options(config: Any) -> dict[str, float | None]:
     """`logit_softcap` and `logit_scale` of a model's config, as `losses` takes them.
 
-    Gemma caps its logits; Cohere multiplies them (`logit_scale`), Falcon-H1 too (`lm_head_multiplier`), Granite and MiniCPM3 divide
-    by `logits_scaling`, by which HyperCLOVA X multiplies.
+    Gemma caps its logits; Cohere multiplies them (`logit_scale`), Falcon-H1 too (`lm_head_multiplier`), Granite and
+    MiniCPM3 divide by `logits_scaling`, by which HyperCLOVA X multiplies.
     """
     text = config.get_text_config()
-    scale = next(
-        (v for name in ("logit_scale", "output_multiplier", "lm_head_multiplier") if (v := getattr(text, name, None)) is not None),
-        None,
-    )
+    names = ("logit_scale", "output_multiplier", "lm_head_multiplier")
+    scale = next((value for name in names if (value := getattr(text, name, None)) is not None), None)
     scaling = getattr(text, "logits_scaling", None)
     if scale is None and scaling is not None:
         scale = scaling if text.model_type == "hyperclovax" else 1 / scaling

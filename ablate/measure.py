@@ -44,8 +44,8 @@ class Meter:
     def flush(self, tokens: int) -> dict[str, float]:
         """The figures since the last flush: `time/<part>` (s), step_time (s), tokens_per_second, peak_memory_bytes.
 
-        `step` covers a micro-batch's forward and backward with its share of the rollout; what is left of step_time is the optimizer,
-        and logging.
+        `step` covers a micro-batch's forward and backward with its share of the rollout; the rest of step_time is the
+        optimizer and logging.
         """
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+
 if TYPE_CHECKING:
     from ablate.trainer import AblationTrainer, Generation
 

@@ -11,10 +11,10 @@ from torch import nn
 
 
 def checked(function: Any, name: str) -> Any:
-    """`function` as TRL calls it, refusing anything but one finite number or None per completion; models pass as they are."""
+    """`function` as TRL calls it, refusing anything but one finite number or None per completion; models pass."""
     if isinstance(function, nn.Module):
         return function
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
 
         @functools.wraps(function)
         async def run_async(**kwargs: Any) -> list[float | None]:
@@ -34,10 +34,12 @@ def _values(rewards: Any, name: str, kwargs: dict[str, Any]) -> list[float | Non
     expected = len(kwargs["completions"])
     rewards = list(rewards)
     if len(rewards) != expected:
-        raise ValueError(f"reward function {name!r} gave {len(rewards)} rewards for {expected} completions at step {step}")
+        raise ValueError(
+            f"reward function {name!r} gave {len(rewards)} rewards for {expected} completions at step {step}"
+        )
     for index, reward in enumerate(rewards):
         if reward is not None and not math.isfinite(reward):
-            raise ValueError(f"reward function {name!r} gave {reward} for completion {index} at step {step}; give None for 'no reward'")
+            where = f"for completion {index} at step {step}"
+            raise ValueError(f"reward function {name!r} gave {reward} {where}; give None for 'no reward'")
+
     return rewards
-
-

@@ -2,10 +2,10 @@
 
 What is changed, and where:
 
-- `_get_per_token_logps_and_entropies` and `_compute_loss` run one path, `losses`' product of hidden states and LM head, so that
-  policy, old and reference log-probs of the same weights are equal to the bit on a CPU.
-- Old and reference log-probs are computed after TRL has shuffled and split the generation batch, on the micro-batches as the loss will
-  see them: the same tensors in the same shapes, whatever the accumulation.
+- `_get_per_token_logps_and_entropies` and `_compute_loss` run one path, `losses`' product of hidden states and LM head,
+  so that policy, old and reference log-probs of the same weights are equal to the bit on a CPU.
+- Old and reference log-probs are computed after TRL has shuffled and split the generation batch, on the micro-batches
+  as the loss will see them: the same tensors in the same shapes, whatever the accumulation.
 - Advantages come from the variant's hook or `losses.group_advantages`.
 - Every draw is seeded by (seed, optimizer step), so that a resumed run continues with the same numbers.
 - Metrics are pooled by tokens over micro-batches and ranks.
@@ -59,7 +59,9 @@ class AblationTrainer(GRPOTrainer):
         self.variant = losses.get(trl_options.variant_of(self.args, loss_variant))
         self.loss_params = trl_options.loss_params(self.args, self.variant.name, loss_params)
         self.engine, self.on_generation = engine, on_generation
-        self.reward_funcs = [checked(f, name) for f, name in zip(self.reward_funcs, self.reward_func_names, strict=True)]
+        self.reward_funcs = [
+            checked(f, name) for f, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
+        ]
         base = self._base(self.model)
         lm_head.attach(base)
         if self.ref_model is not None:
@@ -99,8 +101,8 @@ class AblationTrainer(GRPOTrainer):
             model,
             batch,
             lambda hidden, weight, bias: losses.logps_and_entropy(
-                hidden, weight, batch["completion_ids"], lm_head_bias=bias, completion_mask=loss_mask(batch), entropy=entropy,
-                **self._head_options,
+                hidden, weight, batch["completion_ids"], lm_head_bias=bias, completion_mask=loss_mask(batch),
+                entropy=entropy, **self._head_options,
             ),
         )  # fmt: skip
 
@@ -129,7 +131,7 @@ class AblationTrainer(GRPOTrainer):
 
     @contextmanager
     def _reference(self) -> Iterator[Any]:
-        """The reference model: a copy of the start, or the policy with its adapter off (or its own 'ref' adapter on)."""
+        """The reference: a copy of the start, or the policy with its adapter off (or its own 'ref' adapter on)."""
         if self.ref_model is not None:
             yield self.ref_model
         else:
@@ -142,7 +144,12 @@ class AblationTrainer(GRPOTrainer):
     def _get_train_sampler(self, dataset: Any = None) -> EpochSampler:
         sampler = super()._get_train_sampler(dataset)
         return EpochSampler(
-            sampler.data_source, sampler.mini_repeat_count, sampler.batch_size, sampler.repeat_count, sampler.shuffle, sampler.seed
+            sampler.data_source,
+            sampler.mini_repeat_count,
+            sampler.batch_size,
+            sampler.repeat_count,
+            sampler.shuffle,
+            sampler.seed,
         )
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
@@ -150,7 +157,7 @@ class AblationTrainer(GRPOTrainer):
         fresh = self.model.training and (self._step % every == 0 or self._buffered_inputs is None)
         if not self.model.training or not fresh:
             return super()._prepare_inputs(generation_batch)
-        # Shuffling, dropout and TRL's own sampling draw from the global generators: set here, they are the same after a resume.
+        # Shuffling, dropout and TRL's own sampling draw from the global generators: set here, a resume finds the same.
         set_seed(derive_seed(self.args.seed, "step", self.state.global_step, self.accelerator.process_index) % 2**32)
         self._scoring = not self.use_vllm
         try:
@@ -163,9 +170,13 @@ class AblationTrainer(GRPOTrainer):
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
         with self._meter.time("rollout"):
             if self.engine is None:
-                return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, has_tool_images)
+                return super()._generate_single_turn(
+                    prompt_ids, images, multimodal_fields, num_generations, has_tool_images
+                )
             if images is not None:
-                raise ValueError(f"the rollout engine {self.engine.name!r} takes no images; leave engine=None for TRL's generation")
+                raise ValueError(
+                    f"the rollout engine {self.engine.name!r} takes no images; engine=None leaves them to TRL"
+                )
             seed = derive_seed(self.args.seed, "rollout", self.state.global_step, self.accelerator.process_index)
             rollout = self.engine.generate(
                 self.accelerator.unwrap_model(self.model_wrapped),
@@ -196,7 +207,7 @@ class AblationTrainer(GRPOTrainer):
         return output
 
     def _finish_generation(self, batches: list[dict[str, Any]]) -> None:
-        """Log-probs, normalisers and advantages of a generation's micro-batches, in the order the loss will see them."""
+        """Log-probs, normalisers and advantages of a generation's micro-batches, as the loss will see them."""
         off_policy = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
         with torch.no_grad(), self._meter.time("logps"):
             for batch in batches:
@@ -214,7 +225,7 @@ class AblationTrainer(GRPOTrainer):
             self.on_generation(self._generation)
 
     def _set_normalisers(self, batches: list[dict[str, Any]]) -> None:
-        """Tokens and completions of every accumulation window, in each of its micro-batches: the parts add up to the whole."""
+        """Tokens and completions of every accumulation window, so that its micro-batches add up to the whole."""
         window = self.args.gradient_accumulation_steps
         whole = len(batches) % window == 0
         size = window if whole else 1
@@ -235,7 +246,7 @@ class AblationTrainer(GRPOTrainer):
         plain = self.args.scale_rewards == "group" and self.args.multi_objective_aggregation == "sum_then_normalize"
         if self.accelerator.num_processes > 1 or not (plain or hook):
             if hook or self.variant.shape_reward:
-                raise ValueError(f"{self.variant.name!r} sets its own advantages: use one process and scale_rewards='group'")
+                raise ValueError(f"{self.variant.name!r} sets its own advantages: one process, scale_rewards='group'")
             return
         rewards = generation.total_rewards
         if self.variant.shape_reward is not None:
@@ -268,7 +279,13 @@ class AblationTrainer(GRPOTrainer):
 
             def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
                 out = losses.linear_policy_loss(
-                    hidden, weight, loss_inputs, self.variant, lm_head_bias=bias, **self._head_options, **self.loss_params
+                    hidden,
+                    weight,
+                    loss_inputs,
+                    self.variant,
+                    lm_head_bias=bias,
+                    **self._head_options,
+                    **self.loss_params,
                 )
                 metrics.update(out.metrics)
                 return out.loss
@@ -317,7 +334,7 @@ class AblationTrainer(GRPOTrainer):
 
 
 class EpochSampler(RepeatSampler):
-    """TRL's RepeatSampler, whose order in an epoch does not depend on having run the epochs before it in this process."""
+    """TRL's RepeatSampler; the order of an epoch does not depend on this process having run those before it."""
 
     epoch = 0
 

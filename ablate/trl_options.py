@@ -40,7 +40,9 @@ def variant_of(args: Any, loss_variant: str | None) -> str:
     defaults = {f.name: f.default for f in fields(args)}
     for name, reason in REFUSED.items():
         if name in defaults and getattr(args, name) != defaults[name]:
-            raise ValueError(f"{name}={getattr(args, name)!r} would be ignored: {reason}. Leave it at {defaults[name]!r}")
+            raise ValueError(
+                f"{name}={getattr(args, name)!r} would be ignored: {reason}. Leave it at {defaults[name]!r}"
+            )
     key = (args.loss_type, args.importance_sampling_level)
     given = key != (defaults["loss_type"], defaults["importance_sampling_level"])
     mapped = VARIANT_OF.get(key)
@@ -53,7 +55,7 @@ def variant_of(args: Any, loss_variant: str | None) -> str:
         return mapped
     if given and mapped != losses.get(loss_variant).name:
         raise ValueError(
-            f"loss_variant={loss_variant!r} and loss_type={key[0]!r}, importance_sampling_level={key[1]!r} name two losses: "
+            f"loss_variant={loss_variant!r} and loss_type={key[0]!r} with {key[1]!r} ratios name two losses: "
             "leave loss_type and importance_sampling_level at their defaults"
         )
     return losses.get(loss_variant).name
@@ -74,7 +76,9 @@ def loss_params(args: Any, variant: str, given: dict[str, Any] | None) -> dict[s
         params["max_completion_length"] = args.max_completion_length
     given = dict(given or {})
     if given.get("beta", args.beta) != args.beta:
-        raise ValueError(f"loss_params beta={given['beta']} and GRPOConfig's beta={args.beta} differ: set beta in GRPOConfig")
+        raise ValueError(
+            f"loss_params beta={given['beta']} and GRPOConfig's beta={args.beta} differ: set beta in GRPOConfig"
+        )
     if "epsilon" in given and "epsilon_high" not in given:
         params.pop("epsilon_high")
     params.update(given)

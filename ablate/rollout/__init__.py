@@ -11,8 +11,8 @@ from typing import Any, Protocol
 class Rollout:
     """Completions of one generation, in the order of the prompts.
 
-    completion_ids: token ids, the end token included where it was drawn. logps: the sampler's log-prob of each token under the
-    temperature-only distribution, or None where the engine gives none.
+    completion_ids: token ids, the end token included where it was drawn. logps: the sampler's log-prob of each token
+    under the temperature-only distribution, or None where the engine gives none.
     """
 
     completion_ids: list[list[int]]
@@ -24,8 +24,10 @@ class Engine(Protocol):
 
     name: str
 
-    def generate(self, model: Any, prompt_ids: list[list[int]], *, seed: int, step: int, num_generations: int) -> Rollout:
-        """One completion per entry of prompt_ids, each prompt repeated num_generations times in a row; the same seed, the same
+    def generate(
+        self, model: Any, prompt_ids: list[list[int]], *, seed: int, step: int, num_generations: int
+    ) -> Rollout:
+        """One completion per entry of prompt_ids, each prompt repeated num_generations times in a row; the same seed,
         weights and prompts give the same completions."""
         ...
 
@@ -37,6 +39,6 @@ class Engine(Protocol):
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from what identifies a draw (run seed, step, prompt, sample): equal parts, equal seed; no collisions by sums."""
+    """A 63-bit seed from what identifies a draw (run seed, step, prompt, sample): equal parts, equal seed."""
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -37,11 +37,15 @@ class TransformersEngine:
         self.sampling = {"do_sample": True, "top_k": 0, **(sampling or {})}
         self.batch_size = batch_size
 
-    def generate(self, model: Any, prompt_ids: list[list[int]], *, seed: int, step: int, num_generations: int) -> Rollout:
+    def generate(
+        self, model: Any, prompt_ids: list[list[int]], *, seed: int, step: int, num_generations: int
+    ) -> Rollout:
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
-            return Rollout(self._run(model, prompt_ids, {"max_new_tokens": self.max_completion_length, **self.sampling}))
+            return Rollout(
+                self._run(model, prompt_ids, {"max_new_tokens": self.max_completion_length, **self.sampling})
+            )
 
     def greedy(self, model: Any, prompt_ids: list[list[int]], max_new_tokens: int) -> list[list[int]]:
         return self._run(model, prompt_ids, {"max_new_tokens": max_new_tokens, "do_sample": False})

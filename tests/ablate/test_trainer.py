@@ -28,7 +28,9 @@ class Scripted:
     def __init__(self, empty: bool = False, length: int = 4) -> None:
         self.empty, self.length = empty, length
 
-    def generate(self, model: Any, prompt_ids: list[list[int]], *, seed: int, step: int, num_generations: int) -> Rollout:
+    def generate(
+        self, model: Any, prompt_ids: list[list[int]], *, seed: int, step: int, num_generations: int
+    ) -> Rollout:
         g = torch.Generator().manual_seed(1000 + step)
         rows = []
         for row in range(len(prompt_ids)):
@@ -108,7 +110,15 @@ def history(trainer: Any, key: str) -> list[float]:
         (False, {}),
         (False, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}),
         (False, {"num_iterations": 2, "max_steps": 4, "epsilon": 0.05}),
-        (False, {"steps_per_generation": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4}),
+        (
+            False,
+            {
+                "steps_per_generation": 4,
+                "per_device_train_batch_size": 4,
+                "gradient_accumulation_steps": 2,
+                "max_steps": 4,
+            },
+        ),
         (False, {"temperature": 0.7, "mask_truncated_completions": False}),
         (True, {}),
     ],
@@ -123,7 +133,9 @@ def test_reference_is_stock_trl(folder: Path, tmp_path: Path, lora: bool, config
     )  # fmt: skip
     ours.train()
     keys = ["loss", "grad_norm", "reward", "reward_std"]
-    if "per_device_train_batch_size" not in config:  # over micro-batches TRL takes the mean of means, ours pools by tokens
+    if (
+        "per_device_train_batch_size" not in config
+    ):  # over micro-batches TRL takes the mean of means, ours pools by tokens
         keys += ["kl", "entropy", "clip_ratio/region_mean"]
     for key in keys:
         assert history(ours, key) == pytest.approx(history(stock, key), rel=1e-4, abs=2e-6), key
@@ -135,8 +147,14 @@ def test_reference_is_stock_trl(folder: Path, tmp_path: Path, lora: bool, config
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_policy_and_reference_agree_to_the_bit(folder: Path, tmp_path: Path, lora: bool, accumulation: int) -> None:
     """Before the first update |n - p| is exactly 0, so no_detach never moves."""
-    config = {"per_device_train_batch_size": 16 // accumulation, "gradient_accumulation_steps": accumulation, "max_steps": 5}
-    trainer = make(AblationTrainer, folder, tmp_path, lora=lora, config=config, loss_variant="no_detach", engine=Scripted())
+    config = {
+        "per_device_train_batch_size": 16 // accumulation,
+        "gradient_accumulation_steps": accumulation,
+        "max_steps": 5,
+    }
+    trainer = make(
+        AblationTrainer, folder, tmp_path, lora=lora, config=config, loss_variant="no_detach", engine=Scripted()
+    )
     before = weights(trainer)
     trainer.train()
     assert history(trainer, "kl") == [0.0] * 5
@@ -156,7 +174,11 @@ def test_accumulation_does_not_change_the_loss(folder: Path, tmp_path: Path) -> 
     """One micro-batch or eight: the same loss, gradient norm and weights, for a loss of uneven parts."""
     runs = []
     for name, size in (("one", 16), ("eight", 2)):
-        config = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 16 // size, "mask_truncated_completions": True}
+        config = {
+            "per_device_train_batch_size": size,
+            "gradient_accumulation_steps": 16 // size,
+            "mask_truncated_completions": True,
+        }
         trainer = make(AblationTrainer, folder, tmp_path / name, config=config, loss_variant="dapo", engine=Scripted())
         trainer.train()
         runs.append(trainer)
@@ -248,7 +270,9 @@ def test_bad_rewards_are_named(folder: Path, tmp_path: Path, value: Any, message
     def broken(prompts, completions, **kwargs):
         return [1.0] if value == "short" else [0.0] * (len(prompts) - 1) + [value]
 
-    trainer = make(AblationTrainer, folder, tmp_path, loss_variant="reference", engine=Scripted(), reward_funcs=[broken])
+    trainer = make(
+        AblationTrainer, folder, tmp_path, loss_variant="reference", engine=Scripted(), reward_funcs=[broken]
+    )
     with pytest.raises(ValueError, match=rf"reward function 'broken' gave.*{message.split()[-1]}.*step 1"):
         trainer.train()
 
@@ -292,7 +316,7 @@ def test_adapter_on_the_head_is_refused(folder, tmp_path) -> None:
 
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_resume_gives_the_same_numbers(folder: Path, tmp_path: Path, iterations: int) -> None:
-    """Eight steps at once, and four, then four from the checkpoint: the same weights to the bit, TRL's own generation included."""
+    """Eight steps at once, or four and four from the checkpoint: the same bits, TRL's own generation included."""
     config = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "num_iterations": iterations}
     whole = make(AblationTrainer, folder, tmp_path / "whole", config=config, loss_variant="reference")
     whole.train()
