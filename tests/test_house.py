@@ -163,7 +163,8 @@ def test_what_the_packages_import_is_declared() -> None:
 
 
 def test_what_is_declared_is_imported() -> None:
-    used_elsewhere = {"triton", "bitsandbytes", "accelerate"}  # by torch, by QLoRA through transformers, by TRL
+    # triton by the kernels' backend, accelerate by TRL; transformers loads bitsandbytes for QLoRA, gguf for a GGUF file
+    used_elsewhere = {"triton", "accelerate", "bitsandbytes", "gguf"}
     modules: dict[str, set[str]] = {}
     for module, distributions in metadata.packages_distributions().items():
         for distribution in distributions:
