@@ -119,7 +119,7 @@ def differences(runs: Runs, *, baseline: str = stats.BASELINE, level: float = st
                 0.5, 0.5, "no pair finished", transform=panel.transAxes, ha="center", va="center", color="#777777"
             )
         panel.set_yticks(range(len(variants)), variants)
-        panel.set_ylim(len(variants) - 0.5, -0.5)
+        panel.set_ylim(max(len(variants), 1) - 0.5, -0.5)
         panel.grid(axis="y", visible=False)
         if index + columns >= len(runs.points):
             panel.tick_params(labelbottom=True)

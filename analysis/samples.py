@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import pandas as pd
+
 from analysis.files import Problem, RunFileError
+from analysis.formats import Table
 from analysis.load import Runs, load_rollouts
 from analysis.words import place
 
@@ -60,6 +63,27 @@ def samples(runs: Runs, *, groups: int = 2, per_group: int = 4) -> tuple[list[Sa
                     found.append(Samples(cell, variant, place(coordinates), int(frame["step"].iloc[0]), shown))
                     break
     return found, problems
+
+
+def table(runs: Runs, *, groups: int = 1, per_group: int = 4) -> Table:
+    """The same completions as one table."""
+    found, problems = samples(runs, groups=groups, per_group=per_group)
+    rows = [
+        (block.variant, block.where, str(block.step), row.prompt, row.completion, row.rewards, row.advantage)
+        for block in found
+        for row in block.rows
+    ]
+    headers = ("variant", "grid point", "step", "prompt", "completion", "rewards", "advantage")
+    return Table(
+        name="completions",
+        title="Sample completions",
+        headers=headers,
+        rows=tuple(rows),
+        align="llrlllr",
+        frame=pd.DataFrame(rows, columns=list(headers)),
+        breaks=tuple(i for i in range(1, len(rows)) if rows[i][:2] != rows[i - 1][:2]),
+        notes=tuple(str(problem) for problem in problems) or ("first groups of the last stored step, one seed each",),
+    )
 
 
 def _sample(row: Mapping[Any, Any]) -> Sample:
