@@ -172,7 +172,7 @@ def set_values(config: Config, values: Mapping[str, Any]) -> Config:
     node = OmegaConf.structured(config)
     for key, value in values.items():
         try:
-            OmegaConf.update(node, key, value, force_add=keys.in_open_group(key))
+            OmegaConf.update(node, key, value, merge=False, force_add=keys.in_open_group(key))
         except (OmegaConfBaseException, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"{key}={value}: {reason}; {key} is {keys.help_of(key, Config)}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 __all__ = ["ConfigError", "RunFileError", "nearest", "unknown"]
@@ -17,9 +18,12 @@ class RunFileError(ValueError):
 
 
 def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most like `name`, best first; upper and lower case are alike."""
+    """The known names most like `name`, best first: those it is a part of, then similar spellings, in any case."""
+    lower = name.lower()
     by_lower = {candidate.lower(): candidate for candidate in known}
-    return [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=count, cutoff=0.55)]
+    holding = [known for known in by_lower if len(lower) > 2 and lower in re.split(r"[._]", known)]
+    similar = difflib.get_close_matches(lower, by_lower, n=count, cutoff=0.55)
+    return [by_lower[match] for match in dict.fromkeys([*sorted(holding, key=len), *similar])][:count]
 
 
 def unknown(key: str, name: str, known: Iterable[str], kind: str = "") -> ConfigError:

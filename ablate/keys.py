@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -253,7 +252,7 @@ def _typed(schema: Schema, key: str, raw: Any, is_text: bool) -> Any:
     if not is_text or kind is str:
         return raw
     value = parse(raw)
-    if value is None and isinstance(kind, types.UnionType) and type(None) not in typing.get_args(kind):
+    if value is None and kind is not None and type(None) not in typing.get_args(kind):
         raise ConfigError(f"{key}: no value given")
     return value
 

@@ -77,7 +77,7 @@ def rollout(asked: str, on: str = "auto") -> Choice:
 
 
 def backend(asked: str, on: str = "auto") -> Choice:
-    """The loss backend of `loss.backend=`, as `losses` chooses it for a device. Raises ConfigError where it cannot run."""
+    """The loss backend of `loss.backend=`, as `losses` chooses it for a device; ConfigError where it cannot run."""
     if asked in ("reference", "chunked"):
         return Choice(asked, "asked for")
     where = device(on).name

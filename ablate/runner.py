@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ablate import config as configs
-from ablate import plan, resolve, rundir
+from ablate import plan, resolve, rundir, schema
 from ablate.config import Config
 from ablate.errors import ConfigError, RunFileError
 from ablate.launchers import CELL_FUNCTION, Launcher
@@ -128,8 +128,9 @@ def run(config: Config, *, console: Console | None = None, function: str = CELL_
     reported = report(folder, console)
     for name, failure in board.failed.items():
         tail = "\n".join(failure["traceback"].rstrip().splitlines()[-TRACEBACK_LINES:])
-        place = folder / name / "failed.json"
-        console.print(f"\n{name} failed ({place})\n{tail}\n{failure['message']}", markup=False, soft_wrap=True)
+        if failure["message"] not in tail:
+            tail += f"\n{failure['type']}: {failure['message']}"
+        console.print(f"\n{name} failed ({folder / name / schema.FAILED_FILE})\n{tail}", markup=False, soft_wrap=True)
     if board.failed:
         done = len(planned) - len(board.failed)
         text = (

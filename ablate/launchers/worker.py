@@ -1,4 +1,4 @@
-"""The process that cells run in; it stays alive from cell to cell, since importing TRL takes longer than a small one."""
+"""The process that cells run in; it stays alive from cell to cell, since importing TRL takes longer than some."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main(pipe: connections.Connection, function: str) -> None:
 
 
 def _end_with_parent() -> None:
-    """End this process when the parent ends, however that is: an orphan would write into cells that the next run takes up."""
+    """End this process when the parent ends: an orphan would go on writing into cells that the next run takes up."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return
