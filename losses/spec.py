@@ -91,8 +91,8 @@ class Variant:
         shape_advantage: hook (advantages (B, T), o (B, T), p (B, T), mask (B, T), params) -> advantages (B, T), applied in
             the loss where beta > 0; o and p are log-probs of the policy that drew the tokens and of the reference.
         kinks: ratios at which the surrogate has two slopes, as a function of the parameters, for the property tests.
-        claims: what the variant is said to train, held against the result by `python -m ablate check` (`ablate.check.CLAIMS`
-            lists what can be claimed).
+        claims: what the variant is said to train, held against the result by `python -m ablate check` (`CLAIMS` in
+            ablate/certificates/certify.py lists what can be claimed).
     """
 
     name: str

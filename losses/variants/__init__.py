@@ -1,7 +1,8 @@
 """One file per variant. The import list is the registry's order: the founding four first.
 
-KL terms are named after the estimate they put in the loss, with r = exp(n - sg(o)) the importance ratio: `k2` as it is, `k2_sg_is`
-times sg(r), `k2_is` times r with its gradient; `k3_value_k2_grad` has the value of one and the gradient of another.
+KL terms are named after the estimate they put in the loss, with r = exp(n - sg(o)) the importance ratio: `k2` as it is,
+`k2_sg_is` times sg(r), `k2_is` times r with its gradient; `k3_value_k2_grad` has the value of one and the gradient of
+another.
 """
 
 from losses.variants import reference  # isort: skip

@@ -17,6 +17,14 @@ register(
             Param("max_completion_length", None, "the constant L, in tokens: the generation limit", type=int, low=1),
         ),
         advantage=centred_advantages,
-        claims={"surrogate": "policy gradient", "kl": "forward KL on-policy"},
+        claims={
+            "surrogate on-policy": "policy gradient",
+            "surrogate off-policy": "local policy gradient",
+            "kl on-policy": "forward KL",
+            "kl off-policy": "biased",
+            "value on-policy": "reverse KL",
+            "value off-policy": "biased",
+            "length": "unbiased",
+        },
     )
 )

@@ -19,6 +19,14 @@ register(
         paper="the 'missing Q factor' of the reverse KL; right when summed over the vocabulary, not on samples",
         surrogate=clipped_surrogate,
         kl=kl,
-        claims={"surrogate": "policy gradient", "kl": "biased"},
+        claims={
+            "surrogate on-policy": "policy gradient",
+            "surrogate off-policy": "local policy gradient",
+            "kl on-policy": "biased",
+            "kl off-policy": "biased",
+            "value on-policy": "biased",
+            "value off-policy": "biased",
+            "length": "biased",
+        },
     )
 )

@@ -17,6 +17,13 @@ register(
         paper="the 'removable' detach of exp(q - q.detach())",
         surrogate=surrogate,
         kl=k3,
-        claims={"surrogate": "nothing", "kl": "forward KL on-policy"},
+        claims={
+            "surrogate on-policy": "nothing",
+            "surrogate off-policy": "nothing",
+            "kl on-policy": "forward KL",
+            "kl off-policy": "biased",
+            "value on-policy": "reverse KL",
+            "value off-policy": "biased",
+        },
     )
 )

@@ -11,6 +11,14 @@ register(
         paper="Shao et al. 2024, arXiv 2402.03300, eq. 3-4; TRL's loss_type='grpo'",
         surrogate=clipped_surrogate,
         kl=k3,
-        claims={"surrogate": "policy gradient", "kl": "forward KL on-policy"},
+        claims={
+            "surrogate on-policy": "policy gradient",
+            "surrogate off-policy": "local policy gradient",
+            "kl on-policy": "forward KL",
+            "kl off-policy": "biased",
+            "value on-policy": "reverse KL",
+            "value off-policy": "biased",
+            "length": "biased",
+        },
     )
 )
