@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -195,10 +196,18 @@ def test_unknown_names_offer_the_nearest(changes, offered):
         linear(**({"backend": "chunked"} | changes))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-def test_triton_without_a_gpu_is_refused_not_replaced():
-    with pytest.raises(ValueError, match="triton"):
-        linear("triton")
+@pytest.mark.skipif(
+    torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1", reason="Triton can run here"
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_triton_without_a_gpu_is_refused_not_replaced(dtype):
+    case = CASE.cast(dtype)
+    for work in (
+        lambda: linear("triton", case.inputs(), hidden=case.hidden, lm_head_weight=case.weight),
+        lambda: losses.per_token_logps(case.hidden, case.weight, case.ids, backend="triton"),
+    ):
+        with pytest.raises(ValueError, match="triton"):
+            work()
 
 
 def test_auto_runs():
