@@ -139,33 +139,86 @@ def evaluate(variant: Variant, n: Tensor, inputs: LossInputs, params: dict[str, 
     return Terms(loss_surrogate, grad_surrogate, loss_kl, grad_kl, params["beta"], metrics)
 
 
+@dataclass(frozen=True)
+class TokenGradient:
+    """d loss / d n of single tokens: what lets a trained head's weight gradient be formed in the forward, chunk by chunk.
+
+    `surrogate` and `kl` are the variant's bodies; a backend either calls the whole on torch tensors, or takes `elementwise()`.
+    """
+
+    surrogate: Callable
+    kl: Callable | None  # None: no KL term on samples
+    params: dict[str, Any]
+    tokens: Tokens
+    sequence_weight: Tensor | None  # (tokens,), where the sampler's correction is known for whole completions
+
+    def __call__(self, n: Tensor, index: Tensor) -> Tensor:
+        """n (tokens,) and their flat positions -> derivatives (tokens,)."""
+        here = self.tokens.at(index)
+        n = torch.where(here.mask, n, 0)
+        o = n if here.o is None else here.o
+        _, grad = call_body(self.surrogate, (n, o, here.a), self.params)
+        if self.sequence_weight is not None:
+            grad = grad * self.sequence_weight[index]
+        elif here.mu is not None:
+            grad = grad * _sampling_weight(o, here, self.params)
+        if self.kl is not None:
+            grad = grad + self.params["beta"] * call_body(self.kl, (n, here.p, o), self.params)[1]
+        return here.weight * grad
+
+    def elementwise(self) -> Elementwise | None:
+        """The same as flat tensors and two bodies, or None where a weight is itself a function of n."""
+        t = self.tokens
+        weight = t.weight.expand_as(t.mask).reshape(-1)
+        surrogate = weight
+        if self.sequence_weight is not None:
+            surrogate = weight * self.sequence_weight
+        elif t.mu is not None:
+            if t.o is None:
+                return None
+            surrogate = (t.weight * _sampling_weight(t.o, t, self.params)).reshape(-1)
+        flat = (None if x is None else x.expand_as(t.mask).contiguous().view(-1) for x in (t.o, t.p, t.a))
+        return Elementwise(
+            self.surrogate,
+            self.kl,
+            self.params,
+            *flat,
+            surrogate,
+            None if self.kl is None else weight * self.params["beta"],
+        )
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """d loss / d n = weight_surrogate x surrogate(n, old, advantage)' + weight_kl x kl(n, ref, old)', all (tokens,), contiguous.
+
+    `old` None: n itself. A token whose weights are 0 is masked. `weight_kl` None: no KL term.
+    """
+
+    surrogate: Callable
+    kl: Callable | None
+    params: dict[str, Any]
+    old: Tensor | None
+    ref: Tensor | None
+    advantage: Tensor
+    weight_surrogate: Tensor
+    weight_kl: Tensor | None
+
+
 def token_gradient(
     variant: Variant, inputs: LossInputs, params: dict[str, Any], dtype: torch.dtype
-) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """(n (tokens,), their flat positions) -> d loss / d n of those tokens alone, or None where it needs other tokens.
-
-    What lets a trained head's weight gradient be formed in the forward pass, chunk by chunk.
-    """
+) -> TokenGradient | None:
+    """d loss / d n of single tokens, or None where it needs other tokens'."""
     sequence_weight = inputs.sampling_per_token_logps is not None and params["sampling_mode"].startswith("sequence")
     needs_old = sequence_weight or (variant.shape_advantage is not None and params["beta"] > 0)
     if not variant.token_level or (needs_old and inputs.old_per_token_logps is None):
         return None
     t = prepare(variant, inputs, params, dtype)
-    w = _sampling_weight(t.o, t, params).expand_as(t.mask).reshape(-1) if sequence_weight else None
-
-    def gradient(n: Tensor, index: Tensor) -> Tensor:
-        here = t.at(index)
-        o = n if here.o is None else here.o
-        _, grad = call_body(variant.surrogate, (n, o, here.a), params)
-        if w is not None:
-            grad = grad * w[index]
-        elif here.mu is not None:
-            grad = grad * _sampling_weight(o, here, params)
-        if params["beta"] > 0 and variant.kl is not None:
-            grad = grad + params["beta"] * call_body(variant.kl, (n, here.p, o), params)[1]
-        return here.weight * grad
-
-    return gradient
+    w = None
+    if sequence_weight:
+        assert t.o is not None  # checked above
+        w = _sampling_weight(t.o, t, params).expand_as(t.mask).reshape(-1)
+    return TokenGradient(variant.surrogate, variant.kl if params["beta"] > 0 else None, params, t, w)
 
 
 def add_vocabulary_kl(

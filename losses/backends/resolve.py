@@ -35,6 +35,8 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, st
         raise ValueError(f"unknown backend {name!r}; {nearest(name, (*BACKENDS, 'auto'))}")
     if name == "triton" and (missing := _triton_missing()):
         raise ValueError(f"backend='triton' cannot run: {missing}; use backend='chunked'")
+    if name == "triton" and dtype == torch.float64:
+        raise ValueError("backend='triton' computes in float32, hidden and lm_head_weight are float64: use backend='chunked'")
     return name, "asked for"
 
 

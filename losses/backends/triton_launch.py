@@ -1,0 +1,304 @@
+"""The LM head's product on a GPU in Triton kernels: what runs, in which order, on which memory.
+
+Per chunk of tokens, with a gradient: `product` (h W^T; its epilogue stores half-precision exponentials, no logits), `finalize`,
+`rescale`, cuBLAS for e W, `own_minus_mixture`; with a trained head cuBLAS for e^T h as well. Without a gradient `product` and
+`finalize` alone. float32 operands have no matrix units of their accuracy: there cuBLAS writes the logits and `logits_tile`
+turns them into exponentials in place.
+
+Source of the decomposition: d logp / d h = kappa (W[y] - sum_v p_v W[v]), kappa = logit_scale / temperature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from losses.backends import triton_kernels as kernels
+from losses.backends.head import Head, Pass
+from losses.backends.triton_bodies import arguments, device_function
+from losses.backends.triton_tiles import INTERPRETED, Tiles, descriptor, tiles_for, tma_ready
+
+AUTOGRAD = False
+LOG2_E = 1.4426950408889634
+STORED_BYTES = 256 << 20  # of one chunk's exponentials
+ROWS_WITHOUT_STORE = 4096
+# Exponents above LIMIT are stored relative to their tile's maximum. float16 holds 2^-24 to 2^15: SHIFT uses the upper half.
+LIMITS = {torch.float16: (4.0, 11), torch.bfloat16: (60.0, 0), torch.float32: (60.0, 0)}
+
+
+@dataclass
+class _Chunk:
+    start: int
+    rows: int
+    where: Tensor | slice  # flat positions
+    h: Tensor  # (rows, H) in the operands' dtype
+    ids: Tensor  # (rows,)
+
+
+class _Run:
+    """One pass: operands prepared once, buffers shared by all chunks."""
+
+    def __init__(self, head: Head, ids: Tensor, index: Tensor | None, *, store: bool, entropy: bool) -> None:
+        self.head, self.index, self.store, self.entropy = head, index, store, entropy
+        self.device = head.hidden.device
+        self.total = head.tokens if index is None else len(index)
+        self.ids = ids if index is None else ids[index]
+        weight = head.weight.detach().to(head.dtype)
+        self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        self.bias = None if head.bias is None else head.bias.detach().contiguous()
+        self.vocab, self.width = weight.shape
+        self.half = head.dtype != torch.float32
+        self.limit, self.shift = LIMITS[head.dtype]
+        self.tiles: Tiles = tiles_for(self.device, head.dtype)
+        self.kappa = head.scale / head.temperature
+        if head.softcap is None:
+            self.inner, self.outer = 1.0, self.kappa * LOG2_E
+        else:
+            self.inner, self.outer = head.scale / head.softcap, head.softcap / head.temperature * LOG2_E
+        self._allocate()
+
+    def _allocate(self) -> None:
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(*shape, dtype=dtype, device=self.device)
+
+        self.rows = self._rows_per_chunk()
+        # A row of a multiple of 16 bytes is what cuBLAS and the copy engine want.
+        self.e_stride = -(-self.vocab // 8) * 8
+        if self.store or not self.half:
+            self.e = empty(self.rows, self.e_stride, dtype=self.head.dtype)
+        if self.store:
+            self.mixture = empty(self.rows, self.width)
+        self.vocab_tiles = triton.cdiv(self.vocab, self.tiles.n)
+        self.maxima, self.sums, self.moments = (empty(self.vocab_tiles, self.rows) for _ in range(3))
+        self.offsets, self.keep, self.inverse = (empty(self.rows) for _ in range(3))
+
+    def _rows_per_chunk(self) -> int:
+        if self.total == 0:
+            return 0
+        if self.head.chunk_size is not None:
+            return min(self.head.chunk_size, self.total)
+        if self.store or not self.half:
+            size = 2 if self.half else 4
+            most = max(128, STORED_BYTES // (size * self.vocab) // 128 * 128)
+        else:
+            most = ROWS_WITHOUT_STORE
+        parts = -(-self.total // most)
+        return min(self.total, -(-self.total // parts // 128) * 128)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Triton launches on the current device, which need not be the tensors'; products here choose their own dtypes."""
+        kind = self.device.type
+        with (
+            torch.cuda.device(self.device) if kind == "cuda" else nullcontext(),
+            torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext(),
+        ):
+            yield
+
+    def chunks(self) -> Iterator[_Chunk]:
+        for start in range(0, self.total, max(self.rows, 1)):
+            stop = min(start + self.rows, self.total)
+            where = slice(start, stop) if self.index is None else self.index[start:stop]
+            yield _Chunk(start, stop - start, where, self.head.rows(where).contiguous(), self.ids[start:stop])
+
+    def softmax(self, c: _Chunk) -> None:
+        """Exponentials and tile statistics of a chunk."""
+        own = torch.empty(c.rows, dtype=torch.float32, device=self.device)
+        options = {"SOFTCAP": self.head.softcap is not None, "BIAS": self.bias is not None}
+        kernels.own_logit[(c.rows,)](
+            c.h, c.h.stride(0), self.weight, self.weight.stride(0), self.bias, c.ids, own, self.width, self.inner,
+            self.outer, BLOCK=min(2048, triton.next_power_of_2(self.width)), **options,
+        )  # fmt: skip
+        self.own = own
+        options |= {"LIMIT": self.limit, "SHIFT": self.shift, "STORE": self.store, "ENTROPY": self.entropy}
+        statistics = (self.maxima, self.sums, self.moments)
+        if not self.half:
+            logits = self.e[: c.rows, : self.vocab]
+            torch.mm(c.h, self.weight.t(), out=logits)
+            kernels.logits_tile[(triton.cdiv(c.rows, 8), self.vocab_tiles)](
+                logits, self.e_stride, c.rows, self.vocab, self.rows, c.ids, own, self.bias, logits, self.e_stride,
+                self.inner, self.outer, *statistics, BLOCK_M=8, BLOCK_N=self.tiles.n, **options,
+            )  # fmt: skip
+            return
+        t = self.tiles
+        e = self.e[: c.rows, : self.vocab] if self.store else None
+        tma = t.tma and tma_ready(c.h) and tma_ready(self.weight)
+        h: Any = c.h
+        weight: Any = self.weight
+        if tma:
+            h, weight = descriptor(h, (t.m, t.k)), descriptor(weight, (t.n, t.k))
+            e = None if e is None else descriptor(e, (t.m, t.n))
+        count = triton.cdiv(c.rows, t.m) * self.vocab_tiles
+        programs = min(count, t.programs(self.device))
+        kernels.product[(programs or count,)](
+            h, c.h.stride(0), weight, self.weight.stride(0), None, None, c.rows, self.vocab, self.width, self.rows,
+            c.ids, own, self.bias, e, self.e_stride, self.inner, self.outer, *statistics,
+            BLOCK_M=t.m, BLOCK_N=t.n, BLOCK_K=t.k, GROUP=t.group, TMA=tma, PROGRAMS=programs, WIDEN=INTERPRETED, SCALED=False, **options,
+            num_warps=t.warps, num_stages=t.stages,
+        )  # fmt: skip
+
+    def finalize(self, c: _Chunk, logps: Tensor, entropy: Tensor | None, grad: Tensor | None, term: Any) -> None:
+        """Log-probs, entropy and row coefficients of a chunk, and with `term` the token gradients."""
+        token: dict[str, Any] = {"SURROGATE": None, "KL": None}
+        old = ref = advantage = weight_surrogate = weight_kl = None
+        surrogate_args: tuple[float, ...] = ()
+        kl_args: tuple[float, ...] = ()
+        if term is not None:
+            old, ref, advantage = term.old, term.ref, term.advantage
+            weight_surrogate, weight_kl = term.weight_surrogate, term.weight_kl
+            token["SURROGATE"], surrogate_args = device_function(term.surrogate), arguments(term.surrogate, term.params)
+            if weight_kl is not None:
+                token["KL"], kl_args = device_function(term.kl), arguments(term.kl, term.params)
+        kernels.finalize[(triton.cdiv(c.rows, 8),)](
+            self.maxima, self.sums, self.moments, self.rows, c.rows, self.vocab_tiles, self.own, c.start, self.index,
+            logps, entropy, self.offsets, self.keep, self.inverse, grad, self.kappa, self.inner, self.outer,
+            old, ref, advantage, weight_surrogate, weight_kl, surrogate_args, kl_args,
+            BLOCK_M=8, BLOCK_T=min(64, triton.next_power_of_2(self.vocab_tiles)), SOFTCAP=self.head.softcap is not None,
+            LIMIT=self.limit, SHIFT=self.shift, ENTROPY=entropy is not None, **token,
+        )  # fmt: skip
+        if self.store:
+            per_program = 32
+            kernels.rescale[(triton.cdiv(c.rows, 8), triton.cdiv(self.vocab_tiles, per_program))](
+                self.e, self.e_stride, self.maxima, self.rows, self.offsets, c.rows, self.vocab, self.vocab_tiles,
+                BLOCK_M=8, BLOCK_N=self.tiles.n, TILES=per_program, LIMIT=self.limit,
+            )  # fmt: skip
+
+    def write_u(self, c: _Chunk, out: Tensor, grad: Tensor | None) -> None:
+        """Rows of d logp / d hidden, times `grad` where given, at the chunk's positions of out (tokens, H)."""
+        mixture = self.mixture[: c.rows]
+        _mm(self.e[: c.rows, : self.vocab], self.weight, mixture)
+        block = min(1024, triton.next_power_of_2(self.width))
+        kernels.own_minus_mixture[(c.rows, triton.cdiv(self.width, block))](
+            mixture, None, self.weight, self.weight.stride(0), c.ids, self.keep, self.inverse, grad, c.start, self.index,
+            out, self.width, BLOCK=block,
+        )  # fmt: skip
+
+    def add_weight_gradient(self, c: _Chunk, d_weight: Tensor | None, d_bias: Tensor | None, grad: Tensor) -> None:
+        """Adds a chunk's gradients to d_weight (V, H) and d_bias (V,), float32."""
+        e = self.e[: c.rows, : self.vocab]
+        block = min(1024, triton.next_power_of_2(self.width))
+        grid = (c.rows, triton.cdiv(self.width, block))
+        if d_weight is not None:
+            largest = None
+            if self.head.dtype == torch.float16:
+                # Divided by the largest, so that small coefficients (1 / tokens / odds) do not underflow in float16.
+                flat = grad[c.where] * self.inverse[: c.rows]
+                largest = flat.abs().amax().clamp(min=1e-30)
+            rows = torch.empty_like(c.h)
+            kernels.scaled_rows[grid](
+                c.h, c.h.stride(0), self.inverse, grad, largest, c.start, self.index, rows, self.width, BLOCK=block
+            )
+            _subtract_product(d_weight, e, rows, largest)
+            order = torch.argsort(c.ids, stable=True)
+            kernels.add_own_rows[grid](
+                d_weight, order, c.ids, c.h, c.h.stride(0), self.keep, grad, c.start, self.index, c.rows, self.width,
+                BLOCK=block,
+            )  # fmt: skip
+        if d_bias is not None:
+            kernels.bias_gradient[(triton.cdiv(self.vocab, 128),)](
+                d_bias, self.e, self.e_stride, c.ids, self.keep, self.inverse, grad, c.start, self.index, c.rows,
+                self.vocab, BLOCK_M=16, BLOCK_N=128,
+            )  # fmt: skip
+
+
+def forward(
+    head: Head,
+    ids: Tensor,
+    index: Tensor | None,
+    *,
+    entropy: bool,
+    keep_u: bool = False,
+    token_gradient: Callable[[Tensor, Tensor], Tensor] | None = None,
+    needs: tuple[bool, bool, bool] = (False, False, False),
+) -> Pass:
+    """Log-probs, and on request the entropy, u, and with `token_gradient` the gradients of weight and bias."""
+    run = _Run(head, ids, index, store=keep_u or token_gradient is not None, entropy=entropy)
+    shape = head.hidden.shape[:2]
+    logps = torch.zeros(shape, dtype=torch.float32, device=run.device)
+    out = Pass(logps, torch.zeros_like(logps) if entropy else None)
+    if keep_u:
+        # Zeroed only where rows are skipped: every other row is written below.
+        make = torch.empty if index is None else torch.zeros
+        out.u = make(*shape, run.width, dtype=head.hidden.dtype, device=run.device)
+    grad = term = None
+    if token_gradient is not None:
+        grad = torch.zeros_like(logps).view(-1)
+        term = token_gradient.elementwise() if hasattr(token_gradient, "elementwise") else None
+        _allocate(out, head, needs)
+    with run.guard():
+        for c in run.chunks():
+            run.softmax(c)
+            run.finalize(c, logps, out.entropy, grad, term)
+            if token_gradient is not None and term is None:
+                where = torch.arange(c.start, c.start + c.rows, device=run.device) if index is None else c.where
+                grad[c.where] = token_gradient(logps.view(-1)[where], where)
+            if out.u is not None:
+                run.write_u(c, out.u, None)
+            if grad is not None:
+                run.add_weight_gradient(c, out.d_weight, out.d_bias, grad)
+    return out
+
+
+def backward(
+    head: Head, ids: Tensor, index: Tensor | None, g: Tensor, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of hidden, weight and bias for d loss / d logps = g (B, T), from exponentials computed again."""
+    run = _Run(head, ids, index, store=True, entropy=False)
+    out = Pass(g)
+    _allocate(out, head, needs)
+    grad = g.detach().float().contiguous().view(-1)
+    logps = torch.empty_like(grad)
+    d_hidden = None
+    if needs[0]:
+        make = torch.empty if index is None else torch.zeros
+        d_hidden = make(head.hidden.shape, dtype=head.hidden.dtype, device=run.device)
+    with run.guard():
+        for c in run.chunks():
+            run.softmax(c)
+            run.finalize(c, logps, None, None, None)
+            if d_hidden is not None:
+                run.write_u(c, d_hidden, grad)
+            run.add_weight_gradient(c, out.d_weight, out.d_bias, grad)
+    return (
+        d_hidden,
+        None if out.d_weight is None else out.d_weight.to(head.weight.dtype),
+        None if out.d_bias is None or head.bias is None else out.d_bias.to(head.bias.dtype),
+    )
+
+
+def _allocate(out: Pass, head: Head, needs: tuple[bool, bool, bool]) -> None:
+    device = head.weight.device
+    if needs[1]:
+        out.d_weight = torch.zeros(head.weight.shape, dtype=torch.float32, device=device)
+    if needs[2]:
+        out.d_bias = torch.zeros(head.weight.shape[0], dtype=torch.float32, device=device)
+
+
+def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out (float32) = a b; half-precision operands are accumulated and returned in float32."""
+    if a.dtype == out.dtype:
+        torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:  # the interpreter
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+def _subtract_product(total: Tensor, e: Tensor, rows: Tensor, largest: Tensor | None) -> None:
+    """total (V, H, float32) -= largest e^T rows."""
+    if largest is not None:
+        # The factor is known only to the device; a block of the vocabulary at a time keeps the product's own memory small.
+        for first in range(0, total.shape[0], 16384):
+            part = torch.empty_like(total[first : first + 16384])
+            _mm(e[:, first : first + 16384].t(), rows, part)
+            total[first : first + 16384].sub_(part.mul_(largest))
+    elif e.dtype == total.dtype or not e.is_cuda:
+        total.addmm_(e.t().to(total.dtype), rows.to(total.dtype), alpha=-1)
+    else:
+        torch.addmm(total, e.t(), rows, out_dtype=total.dtype, alpha=-1, out=total)
