@@ -51,8 +51,9 @@ class Cell:
     pairing: dict[str, str] = field(default_factory=dict)
 
     def lookup(self, key: str) -> str | None:
-        """A text that config, env.json or done.json holds at its top level."""
-        found = (source.get(key) for source in (self.config, self.environment, self.done))
+        """A text of the task that env.json, or else config.json, holds."""
+        task = self.environment.get("task")
+        found = (source.get(key) for source in (task, self.environment, self.config) if isinstance(source, dict))
         return next((str(value) for value in found if value), None)
 
 

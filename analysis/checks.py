@@ -12,7 +12,8 @@ from analysis.files import Problem
 
 # what may differ between the cells of one experiment without making them incomparable
 _FREE = {"variant", "variants", "variants_all", "seed", "seeds", "grid", "out", "jobs", "threads", "retries", "wandb"}
-_SAME = ("versions", "packages", "python", "device", "devices")  # of env.json: what makes numbers differ
+_SAME = ("python", "packages", "device", "threads")  # of env.json: what makes numbers differ
+_RESOLVED = ("device", "loss_backend", "rollout")  # what `auto` came to
 
 
 def duplicates(cells: Sequence[Cell]) -> list[Problem]:
@@ -62,13 +63,14 @@ def provenance(cells: Sequence[Cell]) -> list[Problem]:
     commits = _by_value(run, lambda c: git_sha(c.environment))
     if len(commits) > 1:
         problems.append(Problem("warning", f"results of several git commits are mixed: {_listing(commits, 12)}"))
+    axes = {axis.rsplit(".", 1)[-1] for c in run for axis in c.point}
     edited = [c.name for c in run if isinstance(c.environment.get("git"), dict) and c.environment["git"].get("dirty")]
     if edited:
         message = f"the code had changes that are in no commit when these ran: {_names(edited)}"
         problems.append(Problem("warning", message))
     for key in sorted({k for c in run for k in _comparable(c.environment)}):
         values = _by_value(run, lambda c, key=key: _comparable(c.environment).get(key))  # type: ignore[misc]
-        if len(values) > 1:
+        if len(values) > 1 and not any(axis in key for axis in axes):
             problems.append(Problem("warning", f"cells ran under different {key}: {_listing(values, 40)}"))
     return problems
 
@@ -109,9 +111,10 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _comparable(environment: dict[str, Any]) -> dict[str, Any]:
-    """Versions and device of an env.json, flat."""
+    """Versions, device and what `auto` came to, flat."""
     flat = flatten(environment)
-    return {key: value for key, value in flat.items() if key.split(".")[0] in _SAME}
+    kept = {key: value for key, value in flat.items() if key.split(".")[0] in _SAME}
+    return kept | {key: flat[key] for name in _RESOLVED if (key := f"resolved.{name}") in flat}
 
 
 def _where(cell: Cell) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        cut = error.pos >= len(error.doc.rstrip())
-        reason = "the file is cut short" if cut else "not valid JSON"
+        reason = "the file is cut short" if _ends_early(error) else "not valid JSON"
         raise RunFileError(path, error.lineno, f"{reason} ({error.msg}, column {error.colno})") from error
     except UnicodeDecodeError as error:
         raise RunFileError(path, None, f"not UTF-8 text ({error.reason} at byte {error.start})") from error
@@ -51,6 +51,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RunFileError(path, 1, f"expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def _ends_early(error: json.JSONDecodeError) -> bool:
+    """Whether the text would have been valid JSON had it gone on."""
+    rest = error.doc[error.pos :].strip()
+    if error.msg.startswith(("Unterminated string", "Invalid \\")):
+        return len(rest) < 6 or error.msg.startswith("Unterminated")
+    unfinished_word = any(word.startswith(rest) for word in ("true", "false", "null", "NaN", "-Infinity"))
+    return unfinished_word or bool(re.fullmatch(r"\.|[eE][+-]?", rest))
 
 
 def read_jsonl(path: Path, step_key: str) -> tuple[list[dict[str, float]], bool]:

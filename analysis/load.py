@@ -214,7 +214,7 @@ def _rows(cells: list[Cell], kind: str) -> pd.DataFrame:
 
 
 def _primary(cells: list[Cell], evals: pd.DataFrame, problems: list[Problem]) -> tuple[str, str]:
-    """The headline metric (without prefix) and its label; config, env.json or done.json may name them."""
+    """The headline metric (without prefix) and its label."""
     named = list(dict.fromkeys(value for c in cells if (value := c.lookup("primary_metric"))))
     labels = [value for c in cells if (value := c.lookup("primary_label"))]
     present = [c.removeprefix(schema.EVAL_PREFIX) for c in evals.columns if c.startswith(schema.EVAL_PREFIX)]

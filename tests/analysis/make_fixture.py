@@ -58,8 +58,6 @@ def config(variant: str, seed: int, beta: float) -> dict[str, Any]:
         "variants": [variant],
         "seeds": [seed],
         "grid": {},
-        "primary_metric": "probability",
-        "primary_label": "held-out probability of the right answer",
         "loss": {"backend": "chunked", "precision": "auto", "beta": beta, "epsilon": None, "params": {}},
         "train": {"steps": STEPS, "learning_rate": 7e-4, "prompts_per_step": 16, "num_generations": 8, "lora": False},
         "eval": {"every": EVAL_EVERY, "prompts": 256},
@@ -74,6 +72,12 @@ def environment(seed: int) -> dict[str, Any]:
         "packages": {"torch": "2.13.0", "trl": "1.16.0", "transformers": "5.17.0"},
         "device": {"type": "cpu"},
         "threads": 1,
+        "task": {
+            "name": "arithmetic",
+            "primary_metric": "probability",
+            "primary_label": "held-out probability of the right answer",
+        },
+        "resolved": {"device": "cpu", "loss_backend": "chunked", "rollout": "transformers"},
         "pairing": pairing(seed),
     }
 

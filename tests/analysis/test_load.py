@@ -11,7 +11,7 @@ import pytest
 
 from ablate import schema
 from analysis import stats
-from analysis.files import RunFileError
+from analysis.files import RunFileError, read_json
 from analysis.load import load, load_rollouts, point_label, variant_order
 from tests.analysis import make_fixture
 
@@ -141,9 +141,25 @@ def test_edited_evaluation_contradicts_done(copied: Path) -> None:
 def test_json_file_cut_short(copied: Path, name: str) -> None:
     path = copied / CELL / name
     text = path.read_text().rstrip()
-    path.write_text(text[: len(text) * 2 // 3].rsplit('"', 1)[0])
+    path.write_text(text[: len(text) * 2 // 3])
     assert state(copied) == "damaged"
     assert any(f"{CELL}/{name}" in message and "cut short" in message for message in errors(copied))
+
+
+def test_every_cut_of_a_json_file_is_called_a_cut(tmp_path: Path) -> None:
+    whole = r'{"a": "x\\ \u00e9", "b": [1.5e-3, -2, true, null, NaN], "c": {"d": false}}'
+    assert json.loads(whole)["c"] == {"d": False}
+    for length in range(1, len(whole)):
+        (tmp_path / "file.json").write_text(whole[:length])
+        with pytest.raises(RunFileError, match=r"file\.json:1: the file is cut short"):
+            read_json(tmp_path / "file.json")
+
+
+@pytest.mark.parametrize("text", ['{"a": 1,, "b": 2}', '{"a": tru, "b": 2}', '{"a": "\\q"}  {"b": 2}', "{} {}"])
+def test_an_error_in_the_middle_is_no_cut(tmp_path: Path, text: str) -> None:
+    (tmp_path / "file.json").write_text(text)
+    with pytest.raises(RunFileError, match="not valid JSON"):
+        read_json(tmp_path / "file.json")
 
 
 def test_no_json_at_all_names_the_line(copied: Path) -> None:
@@ -174,9 +190,11 @@ def test_mixed_commits_are_said(copied: Path) -> None:
 def test_uncommitted_changes_and_versions_are_said(copied: Path) -> None:
     edit(copied / CELL / schema.ENV_FILE, lambda env: env["git"].update(dirty=True))
     edit(copied / CELL / schema.ENV_FILE, lambda env: env["packages"].update(torch="2.12.0"))
+    edit(copied / CELL / schema.ENV_FILE, lambda env: env["resolved"].update(loss_backend="triton"))
     messages = [p.message for p in load(copied).problems]
     assert any("in no commit" in m and CELL in m for m in messages)
     assert any("different packages.torch: " in m and f"2.12.0 in {CELL}" in m for m in messages)
+    assert any("different resolved.loss_backend: " in m and f"triton in {CELL}" in m for m in messages)
 
 
 def test_settings_that_differ_are_said(copied: Path) -> None:
@@ -237,18 +255,16 @@ def test_no_such_folder_offers_the_nearest(demo: Path) -> None:
 
 
 def test_primary_metric_falls_back_and_says_so(copied: Path) -> None:
-    for path in copied.glob(f"*/{schema.CONFIG_FILE}"):
-        edit(path, lambda c: c["config"].update(primary_metric="bleu"))
+    for path in copied.glob(f"*/{schema.ENV_FILE}"):
+        edit(path, lambda env: env["task"].update(primary_metric="bleu"))
     runs = load(copied)
     assert runs.primary_metric == "probability"
     assert any("eval/bleu is in no eval.jsonl; eval/probability is shown" in p.message for p in runs.problems)
 
 
-def test_primary_metric_may_stand_in_env(copied: Path) -> None:
-    for path in copied.glob(f"*/{schema.CONFIG_FILE}"):
-        edit(path, lambda c: [c["config"].pop(key) for key in ("primary_metric", "primary_label")])
+def test_primary_metric_is_the_tasks(copied: Path) -> None:
     for path in copied.glob(f"*/{schema.ENV_FILE}"):
-        edit(path, lambda env: env.update(primary_metric="accuracy", primary_label="greedy accuracy"))
+        edit(path, lambda env: env["task"].update(primary_metric="accuracy", primary_label="greedy accuracy"))
     runs = load(copied, strict=True)
     assert (runs.primary_metric, runs.primary_label) == ("accuracy", "greedy accuracy")
 
