@@ -13,6 +13,7 @@ What is changed, and where:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -326,7 +327,12 @@ class AblationTrainer(GRPOTrainer):
                 totals = self.accelerator.reduce(torch.stack([metric.sum.float(), metric.count]), reduction="sum")
                 mode[name] = [losses.Metric(totals[0], totals[1]).mean.item()]
             self._pooled.clear()
-            mode["weight_distance"] = [measure.distance(self.model, self._start)]
+            moved = measure.distance(self.model, self._start)
+            if not math.isfinite(moved):
+                raise ValueError(
+                    f"the weights are not finite after step {self.state.global_step}: lower the learning rate"
+                )
+            mode["weight_distance"] = [moved]
             tokens = self._generation.tokens if self._generation else 0
             for name, value in self._meter.flush(tokens).items():
                 mode[name] = [value]
