@@ -134,6 +134,14 @@ def number(value: float, decimals: int = 3, *, signed: bool = False) -> str:
     return f"{sign}{value:.{decimals}f}"
 
 
+def significant(value: float) -> str:
+    """Two significant digits, without an exponent where that stays readable."""
+    if not math.isfinite(value) or value == 0:
+        return number(value)
+    decimals = max(0, 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{decimals}f}" if decimals <= 6 else f"{value:.1e}"
+
+
 def decimals_for(spread: float, least: int = 2, most: int = 6) -> int:
     """Decimals that show a spread (half width, sd) with one digit, two where it starts with 1 or 2."""
     if not spread > 0 or math.isinf(spread):

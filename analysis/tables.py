@@ -11,7 +11,7 @@ import pandas as pd
 
 from ablate import schema
 from analysis import stats
-from analysis.formats import MISSING, Table, number
+from analysis.formats import MISSING, Table, number, significant
 from analysis.load import Runs, value_label
 from analysis.stats import Comparison, Interval
 from analysis.words import POWER_SEEDS
@@ -139,9 +139,9 @@ def power_table(runs: Runs, *, baseline: str = stats.BASELINE, level: float = st
                 *_coordinates(runs, c.point),
                 str(difference.n),
                 number(difference.mean, signed=True),
-                number(difference.sd),
-                f"{number(low)} to {number(high)}" if known else MISSING,
-                *(number(size) for size in sizes.values()),
+                significant(difference.sd),
+                f"{significant(low)} to {significant(high)}" if known else MISSING,
+                *(significant(size) for size in sizes.values()),
                 MISSING if needed is None else str(needed),
             )
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from analysis import stats
-from analysis.formats import decimals_for, fixed, number
+from analysis.formats import decimals_for, fixed, number, significant
 from analysis.load import Runs, value_label
 from analysis.stats import Comparison, Interval
 
@@ -131,18 +131,10 @@ def power_notes(runs: Runs, comparisons: Sequence[Comparison]) -> list[str]:
             continue
         low, high = stats.sd_interval(sd, n)
         sizes = sorted({n, *(k for k in POWER_SEEDS if k > n)})[:4]
-        gains = [f"n = {k} seeds resolve {_digits(stats.smallest_difference(k, sd))}" for k in sizes]
+        gains = [f"n = {k} seeds resolve {significant(stats.smallest_difference(k, sd))}" for k in sizes]
         notes.append(
-            f"{where}with this seed spread {', '.join(gains)} ({stats.POWER:.0%} power; sd {_digits(sd)} of the paired "
-            f"differences of {variant}, the widest here, which {n} seeds only place between {_digits(low)} and "
-            f"{_digits(high)})"
+            f"{where}with this seed spread {', '.join(gains)} ({stats.POWER:.0%} power; sd {significant(sd)} of the "
+            f"paired differences of {variant}, the widest here, which {n} seeds only place between "
+            f"{significant(low)} and {significant(high)})"
         )
     return notes
-
-
-def _digits(value: float) -> str:
-    """Two significant digits, without an exponent where that stays readable."""
-    if not math.isfinite(value) or value == 0:
-        return number(value)
-    decimals = max(0, 1 - math.floor(math.log10(abs(value))))
-    return f"{value:.{decimals}f}" if decimals <= 6 else f"{value:.1e}"
