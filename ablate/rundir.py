@@ -100,7 +100,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object, None where there is no file. Raises RunFileError where it is cut short or no object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, OSError) as error:
         raise RunFileError(f"{path}: not readable ({error}); {_way_out(path)}") from error

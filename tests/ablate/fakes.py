@@ -1,7 +1,7 @@
-"""A stand-in for the training of a cell, for tests of everything around it. Runs in worker processes, so it imports no torch.
+"""A stand-in for the training of a cell, for tests of everything around it. Runs in workers, so it imports no torch.
 
-It keeps to what a real cell does: metrics and evaluations per step, checkpoints, resume, one deterministic number that each step
-makes from the one before. `FAKE_CELLS` (JSON: cell name -> what happens to it) plants faults.
+It keeps to what a real cell does: metrics and evaluations per step, checkpoints, resume, one deterministic number that
+each step makes from the one before. `FAKE_CELLS` (JSON: cell name -> what happens to it) plants faults.
 """
 
 import errno
@@ -54,7 +54,8 @@ def run_cell(cell: Any, directory: Any, on_step: Any) -> dict[str, Any]:
             plant(fault, directory)
         value = advance(value, cell.variant, cell.seed, step)
         directory.append_metrics({"step": step, "loss": value, "reward": 1 - value, "kl": value / 7})
-        directory.write_rollouts(step, [{"step": step, "completion_ids": [step, cell.seed], "advantage": value}])
+        if step % 5 == 1:
+            directory.write_rollouts(step, [{"step": step, "completion_ids": [step, cell.seed], "advantage": value}])
         on_step(step, STEPS, {"reward": 1 - value})
         if step % CHECKPOINT_EVERY == 0:
             with directory.save_checkpoint(step) as folder:
