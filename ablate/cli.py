@@ -1,4 +1,4 @@
-"""The command line: run, plan, report, doctor. Imports stay light, so that help and plans come at once."""
+"""The command line: run, plan, report, doctor, check. Imports stay light, so that help and plans come at once."""
 
 from __future__ import annotations
 
@@ -128,6 +128,27 @@ def doctor(overrides: Sequence[str], strict: bool, offline: bool) -> None:
         console.print(f"\nmissing: {', '.join(finding.what for finding in missing)}", highlight=False, soft_wrap=True)
     if strict and missing:
         sys.exit(runner.FAILED)
+
+
+@cli.command()
+@click.argument("what", nargs=-1, metavar="[variants=all|family|NAMES]")
+@click.option("--write", is_flag=True, help="Write losses/VARIANTS.md.")
+@click.option("--check-current", is_flag=True, help="Fail where losses/VARIANTS.md is not what --write would write.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Write the certificates as JSON.")
+@click.option("--markdown", "markdown_path", type=click.Path(path_type=Path), help="Write them as Markdown.")
+def check(
+    what: Sequence[str], write: bool, check_current: bool, json_path: Path | None, markdown_path: Path | None
+) -> None:
+    """Say what each loss really trains, by enumeration, and hold its claims against that.
+
+    `variants=all` are the founding four, `variants=family` (the default) is everything registered. The exit code is 1
+    where a claim does not hold.
+    """
+    from ablate import check as checks
+
+    sys.exit(
+        checks.main(what, write=write, check_current=check_current, json_path=json_path, markdown_path=markdown_path)
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

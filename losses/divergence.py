@@ -35,12 +35,12 @@ def exact_kl(
 ) -> Tensor:
     """KL of each next-token distribution in nats, (B, T) float32 (float64 for float64); differentiable in the policy.
 
-    "reverse" is KL(policy || reference), "forward" KL(reference || policy), both under the same temperature, softcap and
-    scale. A chunk of either model's logits is alive at a time (two of the policy's shape and one to work in); without
-    gradient this is a metric for any variant, at the price of two products.
+    "reverse" is KL(policy || reference), "forward" KL(reference || policy), both under the same temperature, softcap
+    and scale. A chunk of either model's logits is alive at a time, and one to work in; without gradient this is a
+    metric for any variant, at the price of two products.
 
     Args:
-        hidden: (B, T, H), the policy's states; gradients go to it, lm_head_weight and lm_head_bias as they ask for them.
+        hidden: (B, T, H), the policy's states; gradients go to it, lm_head_weight and lm_head_bias as they ask.
         ref_hidden: (B, T, H'), the reference's states; with LoRA, those of the pass with the adapter off.
         ref_lm_head_weight: (V, H'), ref_lm_head_bias (V,): the reference's head; None: the policy's as it is now, which
             is the reference's only while the head is frozen.
@@ -110,7 +110,9 @@ class _ExactKL(torch.autograd.Function):
         ctx.module, ctx.index, ctx.direction = module, index, direction
         if not ctx.frozen:
             ctx.save_for_backward(hidden, weight, *([] if bias is None else [bias]))
-            ctx.head, ctx.ref = replace(head, hidden=None, weight=None, bias=None), ref
+            # Saved as autograd wants inputs saved; the rest of the head is numbers.
+            ctx.head = replace(head, hidden=None, weight=None, bias=None)  # type: ignore[arg-type]
+            ctx.ref = ref
         return kl
 
     @staticmethod

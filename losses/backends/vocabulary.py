@@ -1,6 +1,6 @@
 """The exact KL divergence between policy and reference over the whole vocabulary, chunk by chunk of tokens, in torch.
 
-With log q and log p a chunk's two log-softmaxes (nothing else of either model's is alive) and kappa = scale / temperature:
+With log q and log p a chunk's two log-softmaxes, the only ones alive, and kappa = scale / temperature:
 
     reverse   KL = sum q (log q - log p)     d KL / d z = q (log q - log p - KL)
     forward   KL = sum p (log p - log q)     d KL / d z = q - p
@@ -106,8 +106,8 @@ def _divide_by_largest_(d: Tensor) -> Tensor:
 def forward(
     head: Head, ref: Head, index: Tensor | None, direction: str, keep_v: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """KL (B, T) in float32 or float64, 0 where masked; on request v (B, T, H) in hidden's dtype and, for float16 where a
-    small v would underflow, the largest of each of its rows (B, T), by which those are divided."""
+    """KL (B, T) in float32 or float64, 0 where masked; on request v (B, T, H) in hidden's dtype and, for float16 where
+    a small v would underflow, the largest of each of its rows (B, T), by which those are divided."""
     shape, device = head.hidden.shape, head.hidden.device
     kl = torch.zeros(head.tokens, dtype=head.logps_dtype, device=device)
     v = size = None
@@ -130,8 +130,8 @@ def forward(
 
 
 def _mix(d: Tensor, weight: Tensor, ops: Products) -> tuple[Tensor, Tensor | None]:
-    """d W (rows, H) in d's dtype. Near the reference d is tiny throughout: where the product rounds it to half precision
-    its rows are divided by their largest before, which is returned with d left so."""
+    """d W (rows, H) in d's dtype. Near the reference d is tiny throughout: where the product rounds it to half
+    precision its rows are divided by their largest before, which is returned with d left so."""
     largest = _divide_by_largest_(d) if ops.native else None
     rows = ops.mix(d, weight)
     return (rows if largest is None else rows.mul_(largest.unsqueeze(1))), largest

@@ -6,7 +6,7 @@ from losses.spec import Variant, register
 register(
     Variant(
         name="exact_forward_kl",
-        summary="the forward KL of each next-token distribution, summed over the vocabulary: no noise from the sampled token",
+        summary="the forward KL of the next token, summed over the vocabulary: no noise from the sampled one",
         formula=r"-e^{n - \mathrm{sg}(o)} A + \beta \sum_v p_v (\log p_v - \log q_v)",
         paper="the definition: distillation's loss; what `reference` trains on average, on-policy",
         surrogate=clipped_surrogate,

@@ -6,7 +6,7 @@ from losses.spec import Variant, register
 register(
     Variant(
         name="exact_reverse_kl",
-        summary="the reverse KL of each next-token distribution, summed over the vocabulary: no noise from the sampled token",
+        summary="the reverse KL of the next token, summed over the vocabulary: no noise from the sampled one",
         formula=r"-e^{n - \mathrm{sg}(o)} A + \beta \sum_v q_v (\log q_v - \log p_v)",
         paper="the definition; as a loss term: Shah et al. 2025, arXiv 2512.21852",
         surrogate=clipped_surrogate,

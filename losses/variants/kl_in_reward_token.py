@@ -1,11 +1,11 @@
-"""The KL in the reward, token by token: each token's advantage loses the log-ratios of that token and of those after it."""
+"""The KL in the reward, token by token: a token's advantage loses the log-ratios of it and of those after it."""
 
 from losses.elementwise import clipped_surrogate
 from losses.spec import Variant, register
 
 
 def shape_advantage(a, o, p, mask, params):
-    """A_t - beta x the sum over s >= t of (o_s - p_s): what is still to come; what is past is no consequence of token t."""
+    """A_t - beta x the sum over s >= t of (o_s - p_s): what came before is no consequence of token t."""
     cost = (o - p).where(mask, o.new_zeros(()))
     return a - params["beta"] * cost.flip(-1).cumsum(-1).flip(-1)
 

@@ -1,0 +1,1 @@
+"""Certificates: what the gradient of each loss variant is, on problems small enough to enumerate."""
