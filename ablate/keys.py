@@ -103,7 +103,9 @@ class Schema:
             if head in tasks.names():
                 return f"task_options.{rest}"
         own = written.removeprefix("loss.")
-        known = [*self.leaves, *(key.rpartition(".")[2] for key in self.leaves), *OPEN_GROUPS, "grid"]
+        known = [*self.leaves, *OPEN_GROUPS, "grid"]
+        if "." not in written:
+            known += [key.rpartition(".")[2] for key in self.leaves]
         if "." not in own:
             own_params = _own_params()
             if own in own_params:

@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ablate.errors import ConfigError, nearest
+from ablate.errors import ConfigError, unknown
 
 if TYPE_CHECKING:
     from ablate.config import Config
 
-MODEL_NAMES = ("tiny", "smollm2")
 WORKER_BYTES = 2 << 30  # host memory that one worker is assumed to take: torch, TRL and a small model
 
 
@@ -98,16 +97,20 @@ def backend(asked: str, on: str = "auto") -> Choice:
 
 def model(spec: str) -> None:
     """Refuse a model that cannot be one: a path that is not there, a misspelt name. Hub ids are not looked up."""
+    from ablate import models
+
     path = Path(spec).expanduser()
-    if not spec:
-        raise ConfigError("model: none given; tiny, smollm2, a folder, a .gguf file or a hub id")
-    if spec in MODEL_NAMES or path.exists():
+    if spec in models.names() or (spec and path.exists()):
         return
-    if spec[0] in "./~" or spec.count("/") > 1 or spec.endswith((".gguf", ".safetensors", "/")):
+    if spec and (spec[0] in "./~" or spec.endswith((".gguf", ".safetensors")) or spec.count("/") > 1 + spec.count("@")):
         raise ConfigError(f"model={spec}: there is no such file or folder")
-    close = nearest(spec, MODEL_NAMES)
-    if close and "/" not in spec:
-        raise ConfigError(f"model={spec}: did you mean {close[0]}? (a hub id has an owner: owner/name)")
+    if not models.HUB_ID.fullmatch(spec):
+        raise unknown("model", spec, [*models.names(), "a folder", "a .gguf file", "a hub id OWNER/NAME"], "it may be")
+
+
+def is_tiny(config: Config) -> bool:
+    """Whether cells train a model so small that a second thread only costs."""
+    return config.model.partition("-")[0] == "tiny"
 
 
 def cores() -> int:
@@ -119,7 +122,7 @@ def jobs(config: Config, cells: int) -> int:
     """Cells side by side: `jobs=auto` is one per core for the tiny model on a CPU, as memory allows; elsewhere one."""
     if isinstance(config.jobs, int):
         return min(config.jobs, cells)
-    if config.model != "tiny" or device(config.device).name != "cpu":
+    if not is_tiny(config) or device(config.device).name != "cpu":
         return 1
     import psutil
 
@@ -138,4 +141,4 @@ def threads(config: Config, workers: int) -> int | None:
         return None
     if device(config.device).name != "cpu":
         return None
-    return 1 if config.model == "tiny" or workers > 1 else None
+    return 1 if is_tiny(config) or workers > 1 else None

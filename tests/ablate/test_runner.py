@@ -248,7 +248,8 @@ DRIVER = textwrap.dedent(
     if __name__ == "__main__":
         from ablate import config, runner
         runner.report = lambda folder, console: True
-        sys.exit(runner.run(config.load([*{PAIR!r}, "out=" + sys.argv[1], *sys.argv[2:]], check=False), function={FUNCTION!r}))
+        chosen = config.load([*{PAIR!r}, "out=" + sys.argv[1], *sys.argv[2:]], check=False)
+        sys.exit(runner.run(chosen, function={FUNCTION!r}))
     """
 )
 
