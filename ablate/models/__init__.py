@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[\w./-]+))?", re.ASCII)
 HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "tokenizer*"]
+HUB_DOUBLES = ["consolidated*", "original/*"]  # the same weights again, in their makers' own format
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ def _download(repo: str, revision: str | None) -> tuple[Path, str]:
     from huggingface_hub import snapshot_download
 
     try:
-        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=HUB_FILES))
+        folder = Path(snapshot_download(repo, revision=revision, allow_patterns=HUB_FILES, ignore_patterns=HUB_DOUBLES))
     except Exception as error:  # no network, no such repository, no access: all end here
         reason = str(error).strip().split("\n", 1)[0]
         raise ValueError(

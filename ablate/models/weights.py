@@ -71,7 +71,10 @@ def weight_files(folder: Path) -> list[Path]:
             "refused; take a safetensors version of the model, or convert it where you trust it: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
         )
-    raise ValueError(f"model: {folder} holds no model.safetensors; give a folder written by save_pretrained")
+    raise ValueError(
+        f"model: {folder} holds no model.safetensors; give a folder written by save_pretrained, or "
+        "a hub id whose weights come as safetensors"
+    )
 
 
 def _digest(tensors: "Iterable[tuple[str, torch.Tensor]]") -> str:

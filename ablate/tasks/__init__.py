@@ -17,7 +17,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -69,7 +69,6 @@ class EvalContext:
                 self.progress(start + len(batch), len(chosen))
 
 
-@runtime_checkable
 class Task(Protocol):
     """What the runner needs of a task. Options are the constructor's keyword arguments."""
 
@@ -211,10 +210,10 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def positive(task: str, **values: Any) -> None:
-    """Raises ValueError unless every value is an integer of at least 1 (None is let through)."""
+def positive(task: str, optional: bool = False, **values: Any) -> None:
+    """Raises ValueError unless every value is an integer of at least 1, or None where `optional`."""
     for option, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if not (optional and value is None) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{task}.{option} must be an integer of at least 1, got {value!r}")
 
 

@@ -90,15 +90,10 @@ class GSM8K:
         choice(self.name, "form", self.form, FORMS)
         if not isinstance(self.conversational, bool):
             raise ValueError(f"gsm8k.conversational must be true or false, got {self.conversational!r}")
+        positive(self.name, max_completion_length=self.max_completion_length)
         positive(
-            self.name,
-            max_completion_length=self.max_completion_length,
-            train_size=self.train_size,
-            eval_size=self.eval_size,
-            max_steps=self.max_steps,
+            self.name, optional=True, train_size=self.train_size, eval_size=self.eval_size, max_steps=self.max_steps
         )
-        if self.max_completion_length is None:
-            raise ValueError("gsm8k.max_completion_length must be an integer of at least 1, got None")
 
     def prompt(self, problem: Problem) -> Prompt:
         """The prompt for one problem."""
