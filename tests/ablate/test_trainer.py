@@ -76,8 +76,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(kind: type, folder: Path, out: Path, *, lora: bool = False, reward_funcs=None, config=None, **kwargs: Any):
     values = {
         "output_dir": str(out), "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "seed": 3,
-        "per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 4, "max_steps": 3, "beta": 0.1,
-        "learning_rate": 1e-3, "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no",
+        "per_device_train_batch_size": 16, "num_generations": 4, "max_completion_length": 4, "max_steps": 3,
+        "beta": 0.1, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no",
         "use_bias_correction_kl": False, "gradient_checkpointing": False, **(config or {}),
     }  # fmt: skip
     peft_config = None
