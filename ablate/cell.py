@@ -19,11 +19,12 @@ from trl import GRPOConfig
 
 from ablate import engines, models, provenance, records, resolve, schema, tasks
 from ablate.config import Config
+from ablate.generation import Generation
 from ablate.models.weights import weights_sha256
 from ablate.plan import Cell
 from ablate.rollout import derive_seed
 from ablate.rundir import CellDir
-from ablate.trainer import AblationTrainer, Generation
+from ablate.trainer import AblationTrainer
 
 OnStep = Callable[[int, int, dict[str, Any]], None]
 
@@ -208,7 +209,7 @@ class _Run:
     def _store_rollouts(self, generation: Generation) -> None:
         train = self.cell.config.train
         if train.rollouts_every and (generation.step - 1) % train.rollouts_every == 0:
-            self.directory.write_rollouts(generation.step, records.rollout_rows(generation, self.trainer))
+            self.directory.write_rollouts(generation.step, records.rollout_rows(generation))
         if train.adapter_every and (generation.step - 1) % train.adapter_every == 0:
             folder = self.directory.rollouts_dir / f"policy-{generation.step:06d}"
             self.trainer.accelerator.unwrap_model(self.trainer.model).save_pretrained(folder, safe_serialization=True)

@@ -29,7 +29,7 @@ def attach(model: nn.Module) -> None:
         weight, bias = head_parameters(self)
         return on_hidden(hidden.to(weight.device), weight, bias)
 
-    model.forward = types.MethodType(forward, model)  # type: ignore[method-assign]
+    model.forward = types.MethodType(forward, model)
 
 
 def head_parameters(model: Any) -> tuple[Tensor, Tensor | None]:

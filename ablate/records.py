@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 if TYPE_CHECKING:
-    from ablate.trainer import AblationTrainer, Generation
+    from ablate.generation import Generation
 
 
-def rollout_rows(generation: Generation, trainer: AblationTrainer) -> pa.Table:
+def rollout_rows(generation: Generation) -> pa.Table:
     """One row per completion, columns `schema.ROLLOUT_COLUMNS`, padding removed; log-probs in float32."""
-    prompt_ids = generation.column("prompt_ids")
-    prompt_mask = generation.column("prompt_mask")
-    assert prompt_ids is not None and prompt_mask is not None
+    prompt_ids, prompt_mask = generation.column("prompt_ids"), generation.column("prompt_mask")
     lengths = generation.lengths
 
     def per_token(name: str, kind: pa.DataType) -> pa.Array:
-        x = generation.column(name)
-        rows = [None] * len(lengths) if x is None else [row[:n] for row, n in zip(x.tolist(), lengths, strict=True)]
+        rows: list[Any] = [None] * len(lengths)
+        if generation.has(name):
+            rows = [row[:n] for row, n in zip(generation.column(name).tolist(), lengths, strict=True)]
         return pa.array(rows, pa.list_(kind))
 
     rewards = [

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from transformers import set_seed
 from trl import GRPOTrainer
-from trl.trainer.utils import RepeatSampler, use_adapter
+from trl.trainer.utils import use_adapter
 
 import losses
 from ablate import lm_head, measure, trl_options
+from ablate.generation import EpochSampler, Generation, loss_mask
 from ablate.rewards import checked
 from ablate.rollout import Engine, derive_seed
 
@@ -60,9 +61,7 @@ class AblationTrainer(GRPOTrainer):
         self.variant = losses.get(trl_options.variant_of(self.args, loss_variant))
         self.loss_params = trl_options.loss_params(self.args, self.variant.name, loss_params)
         self.engine, self.on_generation = engine, on_generation
-        self.reward_funcs = [
-            checked(f, name) for f, name in zip(self.reward_funcs, self.reward_func_names, strict=True)
-        ]
+        self.reward_funcs: list[Any] = list(map(checked, self.reward_funcs, self.reward_func_names))
         base = self._base(self.model)
         lm_head.attach(base)
         if self.ref_model is not None:
@@ -75,6 +74,9 @@ class AblationTrainer(GRPOTrainer):
         }
         self._scoring = False  # TRL is generating and scoring: it gets no log-probs yet
         self._generation: Generation | None = None
+        self._empty: list[bool] = []  # completions of the generation at hand that hold no token
+        self._sampling_seed: int | None = None
+        self._scored: tuple[list[Any], list[Any], Tensor, list[int]]
         self._pooled: dict[str, losses.Metric] = {}
         self._meter = measure.Meter(self.accelerator.device)
         self._start = measure.snapshot(self.model)
@@ -116,7 +118,8 @@ class AblationTrainer(GRPOTrainer):
         if kwargs.pop("compute_aux_loss", False):
             raise ValueError("output_router_logits: the load-balancing loss of mixture models is not added")
         prompt = input_ids.shape[1] - logits_to_keep
-        logps, entropies = [], []
+        logps: list[Tensor] = []
+        entropies: list[Tensor] = []
         size = batch_size or len(input_ids)
         for start in range(0, len(input_ids), size):
             ids, attention = input_ids[start : start + size], attention_mask[start : start + size]
@@ -126,8 +129,10 @@ class AblationTrainer(GRPOTrainer):
                 "prompt_mask": attention[:, :prompt],
                 "completion_mask": attention[:, prompt:],
             }
-            for part, value in zip((logps, entropies), self._logps(model, batch, compute_entropy), strict=True):
-                part.append(value)
+            logp, entropy = self._logps(model, batch, compute_entropy)
+            logps.append(logp)
+            if entropy is not None:
+                entropies.append(entropy)
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
 
     @contextmanager
@@ -200,7 +205,8 @@ class AblationTrainer(GRPOTrainer):
         return rewards
 
     def _generate_and_score_completions(self, inputs):
-        self._empty, self._sampling_seed = [False] * len(inputs), None
+        self._empty = [False] * len(inputs)
+        self._sampling_seed = None
         output = super()._generate_and_score_completions(inputs)
         output["row"] = torch.arange(len(inputs), device=output["advantages"].device)
         empty = torch.tensor(self._empty, device=output["row"].device)
@@ -232,8 +238,8 @@ class AblationTrainer(GRPOTrainer):
         size = window if whole else 1
         for start in range(0, len(batches), size):
             part = batches[start : start + size]
-            masks = [loss_mask(batch).bool() for batch in part]
-            counts = torch.stack([sum(m.sum() for m in masks), sum(m.any(-1).sum() for m in masks)]).float()  # type: ignore[arg-type]
+            mask = torch.cat([loss_mask(batch) for batch in part]).bool()
+            counts = torch.stack([mask.sum(), mask.any(-1).sum()]).float()
             counts = self.accelerator.reduce(counts, reduction="sum") / self.accelerator.num_processes
             # A window that spans generations cannot know its later counts: each part then weighs 1 / window.
             counts = counts if whole else counts * window
@@ -337,66 +343,6 @@ class AblationTrainer(GRPOTrainer):
             for name, value in self._meter.flush(tokens).items():
                 mode[name] = [value]
         super().log(logs, start_time)
-
-
-class EpochSampler(RepeatSampler):
-    """TRL's RepeatSampler; the order of an epoch does not depend on this process having run those before it."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        if self.shuffle:
-            self.generator.manual_seed(self.seed)
-            for _ in range(self.epoch):  # TRL draws one permutation an epoch from one generator
-                torch.randperm(self.num_samples, generator=self.generator)
-        return super().__iter__()
-
-
-class Generation:
-    """One batch of rollouts, rows in the order of generation (prompt by prompt, num_generations rows each).
-
-    rewards: (rows, functions) with NaN where a function gave None. Tensors live on the training device.
-    """
-
-    def __init__(self, trainer: AblationTrainer, batches: list[dict[str, Any]]) -> None:
-        prompts, completions, rewards, self.lengths = trainer._scored
-        offset = trainer.accelerator.process_index * len(prompts)
-        self.step = trainer.state.global_step + 1
-        self.sampling_seed = trainer._sampling_seed
-        self.prompts, self.completions = prompts, completions
-        self.reward_names = list(trainer.reward_func_names)
-        self.rewards = rewards[offset : offset + len(prompts)]
-        weights = trainer.reward_weights.to(rewards.device)
-        missing = torch.isnan(self.rewards).all(1)
-        self.total_rewards = (self.rewards * weights).nansum(1).masked_fill(missing, torch.nan)
-        self.num_generations = trainer.num_generations
-        self.group_ids = torch.arange(len(prompts), device=rewards.device) // self.num_generations
-        self._batches = batches
-        self.advantages = self.column("advantages")
-        self.tokens = int(self.column("completion_mask").sum())
-
-    def column(self, name: str) -> Tensor | None:
-        """A tensor of the micro-batches, rows back in the order of generation; None where they have none."""
-        if self._batches[0].get(name) is None:
-            return None
-        rows = torch.cat([batch["row"] for batch in self._batches])
-        return torch.cat([batch[name] for batch in self._batches])[rows.argsort()]
-
-    def shape_rewards(self, hook: Callable[..., Tensor], params: dict[str, Any]) -> Tensor:
-        """Rewards after the variant's hook, which sees old and reference log-probs and the mask."""
-        old, ref, mask = (self.column(n) for n in ("old_per_token_logps", "ref_per_token_logps", "completion_mask"))
-        if old is None or ref is None:
-            raise ValueError("a variant that shapes rewards needs old and reference log-probs: set beta > 0")
-        return hook(self.total_rewards, old, ref, mask, params)
-
-
-def loss_mask(batch: dict[str, Tensor]) -> Tensor:
-    """(B, T): completion tokens that the loss counts; tool output is not among them."""
-    mask = batch["completion_mask"]
-    return mask * batch["tool_mask"] if "tool_mask" in batch else mask
 
 
 def _extra_inputs(batch: dict[str, Any]) -> dict[str, Any]:
