@@ -26,7 +26,7 @@ REPORT_DIR = "report"
 
 EVAL_PREFIX = "eval/"
 
-# metrics.jsonl. TRL's names where TRL has one. rewards/<function>/mean and /std come on top, one pair per reward function.
+# metrics.jsonl. TRL's names where TRL has one; rewards/<function>/mean and /std come on top for each reward function.
 STEP = "step"  # optimizer step, counted from 1
 METRICS = (
     "loss",

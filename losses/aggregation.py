@@ -1,8 +1,8 @@
 """How token losses become one number: a weight for each token.
 
-`weights` gives c with loss = sum over tokens of c x token loss. The normaliser is that of the whole accumulated batch where
-`num_items` or `num_sequences` is given, so that the parts of a batch add up to the unsplit loss. Completions without an
-unmasked token are in no mean.
+`weights` gives c with loss = sum over tokens of c x token loss. The normaliser is that of the whole accumulated batch
+where `num_items` or `num_sequences` is given, so that the parts of a batch add up to the unsplit loss. Completions
+without an unmasked token are in no mean.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def weights(
     params: dict[str, Any],
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Weights (B, T) in `dtype`, 0 where `mask` (B, T, bool) is False. `constant` reads params["max_completion_length"]."""
+    """Weights (B, T) in `dtype`, 0 where `mask` (B, T, bool) is False; `constant` reads max_completion_length."""
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"unknown aggregation {aggregation!r}; known: {', '.join(AGGREGATIONS)}")
     m = mask.to(dtype)
@@ -52,10 +52,10 @@ def _at_least_one(count: int | Tensor, like: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-4) -> Tensor:
-    """(r - mean) / (std + eps) within each group, float32 (B,). GRPO's advantage (arXiv 2402.03300), TRL's eps and unbiased std.
+    """(r - mean) / (std + eps) within each group, float32 (B,): GRPO's advantage (arXiv 2402.03300), TRL's eps and std.
 
-    A NaN reward is missing: it enters no statistic and its advantage is 0. So is that of a group whose rewards differ by no
-    more than float32 rounding, and of a completion alone in its group.
+    A NaN reward is missing: it enters no statistic and its advantage is 0. So is that of a group whose rewards differ
+    by no more than float32 rounding, and of a completion alone in its group.
     """
     centred, present, index, groups = _centre(rewards, group_ids)
     counts = torch.zeros(groups, device=rewards.device).index_add_(0, index, present.float())
@@ -65,12 +65,12 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-4) -
 
 
 def centred_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """r - mean within each group, float32 (B,): Dr. GRPO's advantage (arXiv 2503.20783). Missing rewards as in `group_advantages`."""
+    """r - mean within each group, float32 (B,): Dr. GRPO's advantage (arXiv 2503.20783). NaN as in `group_advantages`."""
     return _centre(rewards, group_ids)[0].float()
 
 
 def _centre(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Centred rewards (float64, 0 where missing or where the group is equal to rounding), presence, group index, group count."""
+    """Centred rewards (float64, 0 where missing or equal to rounding), presence, group index, group count."""
     unique, index = torch.unique(group_ids, return_inverse=True)
     groups = len(unique)
     present = ~torch.isnan(rewards)
@@ -81,6 +81,6 @@ def _centre(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor,
     centred = torch.where(present, r - mean[index], 0)
     scale = zeros.scatter_reduce(0, index, r.abs(), "amax")
     spread = zeros.scatter_reduce(0, index, centred.abs(), "amax")
-    # Sums of equal rewards differ in their last float32 digits; dividing that residue by its own deviation makes it signal.
+    # Sums of equal rewards differ in their last float32 digits; divided by its own deviation that residue is signal.
     equal = spread <= 4 * torch.finfo(torch.float32).eps * scale
     return torch.where(equal[index], 0, centred), present, index, groups

@@ -27,7 +27,6 @@ class _TorchLanguage:
 
     @staticmethod
     def where(condition: Any, x: Any, y: Any) -> torch.Tensor:
-        # Two Python scalars would come out in the default dtype; give them the type of their float64 or float32 neighbours.
         return torch.where(condition, x, y)
 
     @staticmethod
@@ -59,7 +58,7 @@ def clipped_surrogate(n, o, a, epsilon, epsilon_high):
 
 
 def k3(n, p, o):
-    """Schulman's k3 estimate of KL(policy || reference), exp(p - n) - (p - n) - 1 (2020, 'Approximating KL divergence')."""
+    """Schulman's k3 estimate of KL(policy || reference), exp(p - n) - (p - n) - 1 ('Approximating KL divergence')."""
     x = p - n
     e = tl.exp(x)
     return e - x - 1.0, 1.0 - e

@@ -62,7 +62,7 @@ COMMON_PARAMS = (
     Param(
         "sampling_mode",
         "sequence_truncate",
-        "what corrects for the sampler's log-probs: the ratio exp(o - mu) of a token or of the whole completion, cut off at "
+        "what corrects for the sampler: the ratio exp(o - mu) of a token or of the whole completion, cut off at "
         "sampling_clip_max (truncate) or set to 0 above it (mask)",
         type=str,
         choices=("sequence_truncate", "sequence_mask", "token_truncate", "token_mask"),
@@ -87,9 +87,9 @@ class Variant:
             (n, o, p, a, mask, inputs, params) -> (value (B,), d value / d n (B, T)); averaged over completions.
         vocabulary: the KL term is the exact divergence over the vocabulary, from `LossInputs.ref_hidden`.
         advantage: hook (rewards (B,), group_ids (B,)) -> advantages (B,); None: `losses.group_advantages`.
-        shape_reward: hook (rewards (B,), n (B, T), p (B, T), mask (B, T), params) -> rewards (B,), before the advantages.
-        shape_advantage: hook (advantages (B, T), o (B, T), p (B, T), mask (B, T), params) -> advantages (B, T), applied in
-            the loss where beta > 0; o and p are log-probs of the policy that drew the tokens and of the reference.
+        shape_reward: hook (rewards (B,), n (B, T), p (B, T), mask (B, T), params) -> rewards (B,), before advantages.
+        shape_advantage: hook (advantages (B, T), o (B, T), p (B, T), mask (B, T), params) -> advantages (B, T), applied
+            in the loss where beta > 0; o and p are log-probs of the policy that drew the tokens and of the reference.
         kinks: ratios at which the surrogate has two slopes, as a function of the parameters, for the property tests.
         claims: what the variant is said to train, held against the result by `python -m ablate check` (`CLAIMS` in
             ablate/certificates/certify.py lists what can be claimed).
@@ -167,7 +167,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Metric:
-    """A mean that pools rightly: add the metrics of micro-batches or ranks, then take `.mean`. Both fields are 0-d tensors."""
+    """A mean that pools rightly: add those of micro-batches or ranks, then take `.mean`. Both fields are 0-d tensors."""
 
     sum: Tensor
     count: Tensor
@@ -199,12 +199,10 @@ def register(variant: Variant) -> Variant:
     if variant.name in _REGISTRY:
         raise ValueError(f"a loss variant named {variant.name!r} is registered already; choose another name")
     known = {p.name for p in variant.all_params}
-    for body, given in ((variant.surrogate, 3), (variant.kl, 3)):
-        for name in body_params(body, given) if body else ():
+    for kind, body in (("surrogate", variant.surrogate), ("kl", variant.kl)):
+        for name in () if body is None else body_params(body):
             if name not in known:
-                raise ValueError(
-                    f"{variant.name}: {body.__name__} takes {name!r}, which is no parameter of the variant"
-                )
+                raise ValueError(f"{variant.name}: its {kind} takes {name!r}, which is no parameter of the variant")
     _REGISTRY[variant.name] = variant
     return variant
 

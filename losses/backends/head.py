@@ -49,8 +49,8 @@ class Head:
 class Pass:
     """One pass over the tokens. logps, entropy (B, T) in float32 or float64, 0 where masked.
 
-    u: (B, T, H) in hidden's dtype, d logp / d hidden. d_weight (V, H), d_bias (V,): in float32 or float64, with the token
-    gradient's g already in them.
+    u: (B, T, H) in hidden's dtype, d logp / d hidden. d_weight (V, H), d_bias (V,): in float32 or float64, with the
+    token gradient's g already in them.
     """
 
     logps: Tensor

@@ -23,7 +23,7 @@ PRECISIONS = ("auto", "fp8")
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """The backend's name for `name`, and why. An explicit request is kept, or refused with ValueError; it never falls back."""
+    """The backend's name for `name`, and why. An explicit request is kept or refused with ValueError, never replaced."""
     if name == "auto":
         if device.type != "cuda":
             return "chunked", f"tensors are on {device.type}"
@@ -36,7 +36,7 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, st
     if name == "triton" and (missing := _triton_missing()):
         raise ValueError(f"backend='triton' cannot run: {missing}; use backend='chunked'")
     if name == "triton" and dtype == torch.float64:
-        raise ValueError("backend='triton' computes in float32, hidden and lm_head_weight are float64: use backend='chunked'")
+        raise ValueError("backend='triton' computes in float32, but hidden or weight is float64: use backend='chunked'")
     return name, "asked for"
 
 
