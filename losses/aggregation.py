@@ -65,7 +65,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, eps: float = 1e-4) -
 
 
 def centred_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """r - mean within each group, float32 (B,): Dr. GRPO's advantage (arXiv 2503.20783). NaN as in `group_advantages`."""
+    """r - mean within each group, (B,): Dr. GRPO's advantage (arXiv 2503.20783). NaN as in `group_advantages`."""
     return _centre(rewards, group_ids)[0].float()
 
 

@@ -167,7 +167,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Metric:
-    """A mean that pools rightly: add those of micro-batches or ranks, then take `.mean`. Both fields are 0-d tensors."""
+    """A mean that pools rightly: add those of micro-batches or ranks, then take `.mean`. Both are 0-d tensors."""
 
     sum: Tensor
     count: Tensor

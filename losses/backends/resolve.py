@@ -23,7 +23,7 @@ PRECISIONS = ("auto", "fp8")
 
 
 def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """The backend's name for `name`, and why. An explicit request is kept or refused with ValueError, never replaced."""
+    """The backend's name for `name`, and why. An explicit request is kept or refused with ValueError, not replaced."""
     if name == "auto":
         if device.type != "cuda":
             return "chunked", f"tensors are on {device.type}"
