@@ -1,8 +1,9 @@
 """Torch, chunk by chunk of tokens: one chunk of logits alive, float32 log-sum-exp, on any device.
 
-With z the logits less their row maximum, e = exp(z) x (d logits / d raw logits, where a softcap bends them), s = sum exp(z):
+With z the logits less their row maximum, s = sum exp(z), kappa = scale / T, j = d logits / d raw logits where a softcap
+bends them (1 elsewhere), and e = j exp(z):
 
-    u_t = kappa (j_y W[y] - (e W)_t / s_t),     d W = kappa (sum_t g_t j_y onehot_y h_t - e^T (g h / s)),     kappa = scale / T
+    u_t = kappa (j_y W[y] - (e W)_t / s_t),     d W = kappa (sum_t g_t j_y onehot_y h_t - e^T (g h / s))
 
 e is in (0, 1] whatever the vocabulary, the one-hot half never enters a half-precision product, and g and 1 / s multiply
 float32 results or, for d W, the rows of h after division by their largest: nothing underflows before it is scaled.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +22,9 @@ from losses.backends.head import Head, Pass
 from losses.precision import Products, products
 
 AUTOGRAD = False
-CHUNK_BYTES = {"cpu": 48 << 20, "cuda": 512 << 20}  # of one float32 logits buffer; two are alive
+CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 512 << 20}  # of one float32 logits buffer
+# Elementwise passes over rows that stay in a core's cache between the passes; a GPU gains nothing from blocks of rows.
+BLOCK_BYTES = {"cpu": 3 << 19}
 
 
 @dataclass
@@ -28,9 +32,11 @@ class _Chunk:
     index: Tensor | slice  # flat positions
     h: Tensor  # (rows, H)
     ids: Tensor
-    z: Tensor  # (rows, V) logits less their row maximum
-    buffer: Tensor  # (rows, V) scratch
-    z_max: Tensor
+    e: Tensor  # (rows, V), defined where gradients are wanted
+    z_y: Tensor  # (rows,)
+    s: Tensor  # (rows,)
+    ez: Tensor | None  # (rows,) sum exp(z) z, where the entropy is wanted
+    j_y: Tensor | None  # (rows,) where gradients are wanted and a softcap is
 
 
 def chunk_rows(head: Head) -> int:
@@ -38,30 +44,63 @@ def chunk_rows(head: Head) -> int:
     if head.chunk_size is not None:
         return head.chunk_size
     size = 8 if head.dtype == torch.float64 else 4
-    rows = CHUNK_BYTES.get(head.hidden.device.type, 48 << 20) // (size * head.weight.shape[0])
+    rows = CHUNK_BYTES.get(head.hidden.device.type, 96 << 20) // (size * head.weight.shape[0])
     return max(1, rows // 32 * 32 if rows >= 32 else rows)
 
 
-def _chunks(head: Head, ids: Tensor, index: Tensor | None, ops: Products, weight: Tensor) -> Iterator[_Chunk]:
+def _chunks(
+    head: Head, ids: Tensor, index: Tensor | None, ops: Products, weight: Tensor, *, entropy: bool, gradients: bool
+) -> Iterator[_Chunk]:
     total = head.tokens if index is None else len(index)
     rows = max(1, min(chunk_rows(head), total))
-    shape = (rows, weight.shape[0])
-    logits = torch.empty(shape, dtype=head.logps_dtype, device=weight.device)
-    scratch = torch.empty_like(logits)
+    logits = torch.empty(rows, weight.shape[0], dtype=head.logps_dtype, device=weight.device)
+    budget = BLOCK_BYTES.get(weight.device.type)
+    block = rows if budget is None else min(rows, max(1, budget // (logits.element_size() * weight.shape[0])))
+    scratch = torch.empty_like(logits[:block])
     bias = None if head.bias is None else head.bias.detach().to(logits.dtype)
     for start in range(0, total, rows):
         stop = min(start + rows, total)
         where = slice(start, stop) if index is None else index[start:stop]
-        h, z = head.rows(where), logits[: stop - start]
-        ops.logits(h, weight, z.dtype, out=z)
-        if bias is not None:
-            z.add_(bias)
-        if head.softcap is not None:
-            z.mul_(head.scale / head.softcap).tanh_().mul_(head.softcap / head.temperature)
-        elif head.scale != head.temperature:
-            z.mul_(head.scale / head.temperature)
-        z_max = z.amax(1, keepdim=True)
-        yield _Chunk(where, h, ids[where], z.sub_(z_max), scratch[: stop - start], z_max)
+        h, z, y = head.rows(where), logits[: stop - start], ids[where]
+        ops.logits(h, weight, z.dtype, out=z, ids=y)
+        several = len(z) > block
+        parts = []
+        for z_part, y_part in zip(z.split(block), y.split(block), strict=True):
+            e = scratch[: len(z_part)]
+            parts.append(_exponentials(z_part, y_part, e, bias, head, entropy=entropy, gradients=gradients))
+            if gradients and several:
+                z_part.copy_(e)
+        z_y, s, ez, j_y = (_joined(x) for x in zip(*parts, strict=True))
+        yield _Chunk(where, h, y, z if several else scratch[: len(z)], z_y, s, ez, j_y)
+
+
+def _joined(parts: tuple) -> Any:
+    return None if parts[0] is None else torch.cat(parts)
+
+
+def _exponentials(
+    z: Tensor, ids: Tensor, e: Tensor, bias: Tensor | None, head: Head, *, entropy: bool, gradients: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """From products z (rows, V), which are overwritten, to `e`; returns z_y, s, ez and j_y."""
+    slope = ez = j_y = None
+    if bias is not None:
+        z.add_(bias)
+    if head.softcap is not None:
+        z.mul_(head.scale / head.softcap).tanh_()
+        if gradients:
+            slope = z.square().neg_().add_(1)
+        z.mul_(head.softcap / head.temperature)
+    elif head.scale != head.temperature:
+        z.mul_(head.scale / head.temperature)
+    z.sub_(z.amax(1, keepdim=True))
+    z_y = z.gather(1, ids.unsqueeze(1)).squeeze(1)
+    s = torch.exp(z, out=e).sum(1)
+    if entropy:
+        ez = z.mul_(e).sum(1)
+    if slope is not None:
+        j_y = slope.gather(1, ids.unsqueeze(1)).squeeze(1)
+        e.mul_(slope)
+    return z_y, s, ez, j_y
 
 
 def forward(
@@ -89,27 +128,19 @@ def forward(
         _allocate(out, head, needs)
     with torch.autocast(device.type, enabled=False):
         weight = ops.weight(head.weight.detach().to(head.dtype))
-        for c in _chunks(head, ids, index, ops, weight):
-            z_y = c.z.gather(1, c.ids.unsqueeze(1)).squeeze(1)
-            e = torch.exp(c.z, out=c.buffer)
-            s = e.sum(1)
-            logp = z_y - s.log()
+        gradients = keep_u or token_gradient is not None
+        for c in _chunks(head, ids, index, ops, weight, entropy=entropy, gradients=gradients):
+            logp = c.z_y - c.s.log()
             logps[c.index] = logp
-            j_y = None
-            if head.softcap is not None and (keep_u or token_gradient is not None):
-                slope = _softcap_slope(c, head)
-                j_y = slope.gather(1, c.ids.unsqueeze(1)).squeeze(1)
-            if out.entropy is not None:
-                products_sum = torch.linalg.vecdot(e, c.z)
-                out.entropy.view(-1)[c.index] = s.log() - products_sum / s
-            if j_y is not None:
-                e.mul_(slope)
+            if out.entropy is not None and c.ez is not None:
+                out.entropy.view(-1)[c.index] = c.s.log() - c.ez / c.s
             if out.u is not None:
-                u = _u(head, ops, weight, c, e, s, j_y)
+                u = _u(head, ops, weight, c)
                 out.u.view(-1, u.shape[1])[c.index] = u.to(out.u.dtype)
             if token_gradient is not None:
-                where = torch.arange(c.index.start, c.index.stop, device=device) if index is None else c.index
-                _add_weight_grad(out, head, ops, c, e, s, j_y, token_gradient(logp, where))
+                i = c.index
+                where = torch.arange(i.start, i.stop, device=device) if isinstance(i, slice) else i
+                _add_weight_grad(out, head, ops, c, token_gradient(logp, where))
     return out
 
 
@@ -124,17 +155,11 @@ def backward(
     d_hidden = torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) if needs[0] else None
     with torch.autocast(g.device.type, enabled=False):
         weight = ops.weight(head.weight.detach().to(head.dtype))
-        for c in _chunks(head, ids, index, ops, weight):
-            slope = _softcap_slope(c, head) if head.softcap is not None else None
-            j_y = None if slope is None else slope.gather(1, c.ids.unsqueeze(1)).squeeze(1)
-            e = torch.exp(c.z, out=c.buffer)
-            s = e.sum(1)
-            if slope is not None:
-                e.mul_(slope)
+        for c in _chunks(head, ids, index, ops, weight, entropy=False, gradients=True):
             if d_hidden is not None:
-                rows = _u(head, ops, weight, c, e, s, j_y) * flat[c.index].unsqueeze(1)
+                rows = _u(head, ops, weight, c) * flat[c.index].unsqueeze(1)
                 d_hidden.view(-1, rows.shape[1])[c.index] = rows.to(d_hidden.dtype)
-            _add_weight_grad(out, head, ops, c, e, s, j_y, flat[c.index])
+            _add_weight_grad(out, head, ops, c, flat[c.index])
     return (
         d_hidden,
         None if out.d_weight is None else out.d_weight.to(head.weight.dtype),
@@ -149,30 +174,22 @@ def _allocate(out: Pass, head: Head, needs: tuple[bool, bool, bool]) -> None:
         out.d_bias = torch.zeros(head.weight.shape[0], dtype=head.logps_dtype, device=head.weight.device)
 
 
-def _softcap_slope(c: _Chunk, head: Head) -> Tensor:
-    """1 - tanh^2 of the raw logits, from z = softcap tanh / temperature."""
-    tanh = (c.z + c.z_max).mul_(head.temperature / head.softcap)
-    return tanh.square_().neg_().add_(1)
-
-
-def _u(head: Head, ops: Products, weight: Tensor, c: _Chunk, e: Tensor, s: Tensor, j_y: Tensor | None) -> Tensor:
+def _u(head: Head, ops: Products, weight: Tensor, c: _Chunk) -> Tensor:
     """d logp / d hidden of the chunk's rows, (rows, H) in float32 or float64."""
-    own = ops.rows(weight, c.ids).to(e.dtype)
-    if j_y is not None:
-        own = own * j_y.unsqueeze(1)
-    return own.sub_(ops.mix(e, weight).div_(s.unsqueeze(1))).mul_(head.scale / head.temperature)
+    own = ops.rows(weight, c.ids).to(c.e.dtype)
+    if c.j_y is not None:
+        own = own * c.j_y.unsqueeze(1)
+    return own.sub_(ops.mix(c.e, weight, ids=c.ids).div_(c.s.unsqueeze(1))).mul_(head.scale / head.temperature)
 
 
-def _add_weight_grad(
-    out: Pass, head: Head, ops: Products, c: _Chunk, e: Tensor, s: Tensor, j_y: Tensor | None, g: Tensor
-) -> None:
-    g = g.to(e.dtype) * (head.scale / head.temperature)
-    own = g if j_y is None else g * j_y
-    share = g / s
+def _add_weight_grad(out: Pass, head: Head, ops: Products, c: _Chunk, g: Tensor) -> None:
+    g = g.to(c.e.dtype) * (head.scale / head.temperature)
+    own = g if c.j_y is None else g * c.j_y
+    share = g / c.s
     if out.d_weight is not None:
-        h = c.h.to(e.dtype)
-        ops.subtract_outer(out.d_weight, e, h, share)
+        h = c.h.to(c.e.dtype)
+        ops.subtract_outer(out.d_weight, c.e, h, share)
         out.d_weight.index_add_(0, c.ids, h * own.unsqueeze(1))
     if out.d_bias is not None:
         # The bias is added before the scale and the softcap, as the products are: the same kappa.
-        out.d_bias.sub_(share @ e).index_add_(0, c.ids, own)
+        out.d_bias.sub_(share @ c.e).index_add_(0, c.ids, own)
