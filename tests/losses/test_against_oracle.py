@@ -131,12 +131,15 @@ def test_one_path_for_policy_old_and_reference(backend, case):
 @PROFILE
 @given(case=cases(batch=4, length=7, width=8, vocab=17, mask_kind="holes"), dtype=st.sampled_from(DTYPES[1:]))
 def test_low_precision(variant, backend, case, dtype):
-    """Error against float64 on the same rounded inputs: at most twice that of plain float32 autograd, rounded once."""
+    """Error against float64 on the same rounded inputs: at most twice that of plain float32 autograd, rounded once.
+
+    A gradient of a few numbers may be rounded luckily there: one worst-case rounding is always allowed.
+    """
     case = case.cast(dtype)
     got, exact, plain = call(variant, case, backend), oracle(variant, case), oracle(variant, case, torch.float32)
     assert got.loss.dtype == got.per_token_logps.dtype == torch.float32
     unit = torch.finfo(torch.float32).eps
-    scale = float(torch.cat([row.abs() for row in exact.terms.loss] or [torch.zeros(1)]).sum())
+    scale = float(torch.cat([row.detach().abs() for row in exact.terms.loss]).sum())
     assert abs(float(got.loss) - float(exact.loss)) <= 2 * abs(float(plain.loss) - float(exact.loss)) + 8 * unit * scale
     assert error(got.per_token_logps, exact.per_token_logps) <= (
         2 * error(plain.per_token_logps, exact.per_token_logps) + 8 * unit
@@ -147,7 +150,7 @@ def test_low_precision(variant, backend, case, dtype):
             assert mine is None or not mine.any(), name
             continue
         assert mine.dtype == dtype, name
-        budget = 2 * error(other.to(dtype), true) + 8 * unit
+        budget = max(2 * error(other.to(dtype), true), torch.finfo(dtype).eps / 2) + 8 * unit
         assert error(mine, true) <= budget, f"{name}: {error(mine, true):.2e}, budget {budget:.2e}"
 
 
