@@ -25,6 +25,8 @@ SAME: dict[str, str] = {
     "trl.beta": "loss.beta",
     "trl.epsilon": "loss.epsilon",
     "trl.epsilon_high": "loss.epsilon_high",
+    "trl.vllm_importance_sampling_mode": "loss.params.sampling_mode",
+    "trl.vllm_importance_sampling_clip_max": "loss.params.sampling_clip_max",
     "trl.temperature": "sampling.temperature",
     "trl.top_p": "sampling.top_p",
     "trl.top_k": "sampling.top_k",

@@ -34,6 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 # What says where, how often and how fast cells run, not what they compute: changing it does not make a finished cell
 # another cell.
 EXECUTION_KEYS = (
+    "train.keep_checkpoint",
     "experiment",
     "variants",
     "variants_all",
@@ -137,7 +138,7 @@ def config_hash(config: Config, variant: str, seed: int) -> str:
 
 def hash_of(values: Mapping[str, Any], variant: str, seed: int) -> str:
     """`config_hash` of a config that is a plain dict already, as a run file holds it."""
-    relevant = {key: value for key, value in values.items() if key not in EXECUTION_KEYS}
+    relevant = {key: value for key, value in _leaves(values).items() if not _is_execution(key)}
     text = json.dumps({"variant": variant, "seed": seed, "config": relevant}, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -146,8 +147,12 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str
     """Lines 'key: old -> new' for every key, EXECUTION_KEYS aside, in which two config dicts differ."""
     old, new = _leaves(before), _leaves(after)
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key, ...) != new.get(key, ...)]
-    relevant = [key for key in changed if key.split(".")[0] not in EXECUTION_KEYS]
+    relevant = [key for key in changed if not _is_execution(key)]
     return [f"{key}: {_shown(old, key)} -> {_shown(new, key)}" for key in relevant]
+
+
+def _is_execution(key: str) -> bool:
+    return any(key == execution or key.startswith(execution + ".") for execution in EXECUTION_KEYS)
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

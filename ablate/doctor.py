@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ablate import passthrough, provenance, resolve, rundir, runner
+from ablate import files, passthrough, provenance, resolve, runner
 from ablate.config import Config
 from ablate.errors import ConfigError
 
@@ -132,7 +132,7 @@ def _disk(config: Config) -> Iterator[Finding]:
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.is_dir())
     try:
         made = not folder.exists()
-        rundir.check_writable(folder)
+        files.check_writable(folder)
         if made:
             folder.rmdir()
     except OSError as error:

@@ -63,7 +63,7 @@ class Board:
             self._bars.update(self._tasks[event.cell], completed=event.step, total=total, latest=escape(latest))
         if not self.console.is_terminal and time.monotonic() - self._spoke.get(event.cell, 0.0) > HEARTBEAT:
             self._spoke[event.cell] = time.monotonic()
-            self._say(f"{event.cell}: step {event.step} of {event.total}  {latest}")
+            self._say(f"{event.cell}: {event.step} of {event.total}  {latest}")
 
     def _note(self, event: Event) -> None:
         self._say(f"{event.cell}: {event.data['text']}")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ablate import config as configs
-from ablate import plan, resolve, rundir, schema
+from ablate import files, plan, resolve, rundir, schema
 from ablate.config import Config
 from ablate.errors import ConfigError, RunFileError
 from ablate.launchers import CELL_FUNCTION, Launcher
@@ -106,7 +106,7 @@ def run(config: Config, *, console: Console | None = None, function: str = CELL_
     planned = survey(config)
     refuse_changed(planned, folder)
     try:
-        rundir.check_writable(folder)
+        files.check_writable(folder)
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"out={config.out}: {folder} cannot be written ({reason}); say out=ANOTHER_FOLDER") from error

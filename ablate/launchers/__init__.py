@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from ablate import provenance, rundir
+from ablate import files, provenance, rundir, status
 from ablate.plan import Cell
 
 CELL_FUNCTION = "ablate.cell:run_cell"
@@ -27,7 +27,8 @@ RunCell = Callable[[Cell, rundir.CellDir, OnStep], dict[str, Any]]
 class Event:
     """Something that happened to a cell.
 
-    start: a worker took it. step: `step` of `total` steps are done, `data` the row of metrics or {"status": words}.
+    start: a worker took it.
+    step: `step` of `total` steps are done, `data` is the row of metrics; of other work, {"status": words}.
     note: `data["text"]` is for the user. retry: its worker died, it runs again. done: `data` is the summary.
     failed: `data` is what failed.json holds.
     """
@@ -66,7 +67,10 @@ def execute(
     def on_step(step: int, total: int, metrics: dict[str, Any]) -> None:
         nonlocal reached
         reached = (step, total)
-        on_event(Event("step", cell.name, step, total, rundir.plain(metrics)))
+        on_event(Event("step", cell.name, step, total, files.plain(metrics)))
+
+    def on_status(text: str, done: int, total: int) -> None:
+        on_event(Event("step", cell.name, done, total, {"status": text}))
 
     try:
         with directory.lock():
@@ -76,7 +80,8 @@ def execute(
                 directory.write_config(cell)
                 train = run()
                 _restart_on_other_ground(cell, directory, on_event)
-                summary = train(cell, directory, on_step)
+                with status.listening(on_status):
+                    summary = train(cell, directory, on_step)
                 if directory.read_done() is None:
                     directory.finish({"seconds": round(time.monotonic() - started, 3), **summary})
                 done = directory.read_done()

@@ -284,7 +284,16 @@ def test_shipped_presets_are_valid() -> None:
 
 def test_hash_follows_what_decides_the_numbers() -> None:
     base = load()
-    same = load("out=elsewhere", "jobs=1", "threads=2", "variants=reference", "seeds=9", "retries=0", "wandb.project=p")
+    same = load(
+        "out=elsewhere",
+        "jobs=1",
+        "threads=2",
+        "variants=reference",
+        "seeds=9",
+        "retries=0",
+        "wandb.project=p",
+        "keep_checkpoint=true",
+    )
     assert config.config_hash(base, "reference", 0) == config.config_hash(same, "reference", 0)
     others = [
         load("steps=81"),

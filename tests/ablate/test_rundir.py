@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ablate import config, plan, rundir, schema
+from ablate import config, files, plan, rundir, schema
 from ablate.errors import RunFileError
 from ablate.rundir import CellDir
 
@@ -193,15 +193,15 @@ def test_checkpoints_take_their_place_whole(directory: CellDir) -> None:
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file.json"
-    rundir.write_json(path, {"a": 1})
+    files.write_json(path, {"a": 1})
 
     def full(file: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        rundir.write_atomic(path, full)
-    assert rundir.read_json(path) == {"a": 1} and [entry.name for entry in tmp_path.iterdir()] == ["file.json"]
-    assert path.stat().st_mode & 0o444 == 0o444 & ~rundir._umask()
+        files.write_atomic(path, full)
+    assert files.read_json(path) == {"a": 1} and [entry.name for entry in tmp_path.iterdir()] == ["file.json"]
+    assert path.stat().st_mode & 0o444 == 0o444 & ~files.umask()
 
 
 def test_a_line_that_does_not_fit_is_repaired(directory: CellDir) -> None:
@@ -256,8 +256,8 @@ def test_lock_holds_against_others_and_ends_with_its_process(directory: CellDir)
 
 
 def test_check_writable(tmp_path: Path) -> None:
-    rundir.check_writable(tmp_path / "new" / "deep")
+    files.check_writable(tmp_path / "new" / "deep")
     assert list((tmp_path / "new" / "deep").iterdir()) == []
     (tmp_path / "file").touch()
     with pytest.raises(OSError):
-        rundir.check_writable(tmp_path / "file" / "below")
+        files.check_writable(tmp_path / "file" / "below")

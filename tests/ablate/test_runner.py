@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ablate import config, launchers, plan, resolve, rundir, runner
+from ablate import config, files, launchers, plan, resolve, rundir, runner, status
 from ablate.errors import ConfigError
 from ablate.launchers import local
 
@@ -188,7 +188,7 @@ def test_other_versions_do_not_continue_a_half_run_cell(tmp_path: Path, plant: C
     run(tmp_path, "jobs=0")
     directory = rundir.CellDir(tmp_path / "default" / NAMES[0])
     env = directory.read_env() or {}
-    rundir.write_json(directory.path / "env.json", env | {"packages": {"torch": "1.0"}})
+    files.write_json(directory.path / "env.json", env | {"packages": {"torch": "1.0"}})
     plant({})
     code, text = run(tmp_path, "jobs=0")
     assert code == 0 and "starts anew, since it began with" in text and "packages.torch: 1.0 ->" in text
@@ -205,6 +205,29 @@ def test_a_cell_that_runs_elsewhere_is_left_alone(tmp_path: Path, monkeypatch: p
         launchers.execute(cell, other, lambda: launchers.cell_function(FUNCTION), events.append)
     assert [event.kind for event in events] == ["failed"] and events[0].data["type"] == "CellBusy"
     assert not (directory.path / "failed.json").exists() and directory.state(cell.hash) == "new"
+
+
+def test_a_failure_that_cannot_be_written_is_still_told(
+    tmp_path: Path, plant: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: rundir.CellDir, report: dict[str, Any]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rundir.CellDir, "write_failure", full)
+    plant({NAMES[0]: {"at": 6, "kind": "raise"}})
+    code, text = run(tmp_path, "jobs=0")
+    assert code == 1 and "boom (failed.json could not be written: [Errno 28] No space left on device)" in text
+
+
+def test_status_of_other_work_reaches_its_listener() -> None:
+    heard: list[tuple[str, int, int]] = []
+    status.report("nobody listens", 1, 2)
+    with status.listening(lambda *words: heard.append(words)):
+        status.report("warm start", 0, 100)
+        status.report("warm start", 1, 100)  # too soon after the last
+        status.report("warm start", 100, 100)
+    status.report("nobody listens", 2, 2)
+    assert heard == [("warm start", 0, 100), ("warm start", 100, 100)]
 
 
 def test_threads_of_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
