@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +19,33 @@ def may_look(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+_queue: ContextVar[list[tuple[Tensor, Callable[[], NoReturn]]] | None] = ContextVar("queue", default=None)
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Checks of values within the block are answered at its end, all in one wait for the device instead of one each."""
+    queue: list[tuple[Tensor, Callable[[], NoReturn]]] = []
+    before = _queue.set(queue)
+    try:
+        yield
+    finally:
+        _queue.reset(before)
+    if queue:
+        for bad, (_, refuse) in zip(torch.stack([bad for bad, _ in queue]).tolist(), queue, strict=True):
+            if bad:
+                refuse()
+
+
+def _refuse_where(bad: Tensor, refuse: Callable[[], NoReturn]) -> None:
+    """Calls `refuse`, which raises, if anything of `bad` is true; at the end of `together` where that is open."""
+    queue = _queue.get()
+    if queue is not None:
+        queue.append((bad.any(), refuse))
+    elif bad.any():
+        refuse()
+
+
 def check_finite(name: str, x: Tensor | None, mask: Tensor | None = None) -> None:
     """Raises ValueError naming `name` and the first place where `x` is NaN or infinite at an unmasked token."""
     if x is None or not may_look(x):
@@ -22,9 +53,12 @@ def check_finite(name: str, x: Tensor | None, mask: Tensor | None = None) -> Non
     bad = ~torch.isfinite(x.detach())
     if mask is not None:
         bad = bad & (mask.bool() if x.dim() == 2 else mask.bool().any(-1))
-    if bad.any():
+
+    def refuse() -> NoReturn:
         where = tuple(bad.nonzero()[0].tolist())
         raise ValueError(f"{name} is {x[where].item()} at {where}: every unmasked value must be finite")
+
+    _refuse_where(bad, refuse)
 
 
 def check_ids(ids: Tensor, mask: Tensor | None, vocab: int) -> None:
@@ -34,12 +68,15 @@ def check_ids(ids: Tensor, mask: Tensor | None, vocab: int) -> None:
     bad = (ids < 0) | (ids >= vocab)
     if mask is not None:
         bad = bad & mask.bool()
-    if bad.any():
+
+    def refuse() -> NoReturn:
         where = tuple(bad.nonzero()[0].tolist())
         raise ValueError(
             f"completion_ids holds {ids[where].item()} at {where}, but lm_head_weight has {vocab} rows: "
             "mask the token or use the model's own tokenizer"
         )
+
+    _refuse_where(bad, refuse)
 
 
 def check_inputs(variant: Variant, inputs: LossInputs, params: dict[str, Any], shape: torch.Size) -> None:
@@ -89,8 +126,13 @@ def check_inputs(variant: Variant, inputs: LossInputs, params: dict[str, Any], s
 
 
 def check_mask(mask: Tensor) -> None:
-    if mask.dtype != torch.bool and may_look(mask) and not ((mask == 0) | (mask == 1)).all():
+    if mask.dtype == torch.bool or not may_look(mask):
+        return
+
+    def refuse() -> NoReturn:
         raise ValueError("completion_mask must hold only 0 and 1")
+
+    _refuse_where((mask != 0) & (mask != 1), refuse)
 
 
 def check_head(
@@ -124,6 +166,6 @@ def check_head(
         raise ValueError(f"temperature={temperature} must be positive and finite")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"logit_softcap={softcap} must be positive, or None")
-    if scale == 0 or scale != scale:
-        raise ValueError(f"logit_scale={scale} must be a number other than 0")
+    if scale == 0 or not math.isfinite(scale):
+        raise ValueError(f"logit_scale={scale} must be finite and not 0")
     check_ids(ids, mask, weight.shape[0])

@@ -13,7 +13,7 @@ others recompute them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,8 +64,7 @@ def logps_and_entropy(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """As `per_token_logps`, with the entropy (B, T) of each next-token distribution in nats, without gradient."""
     head, module = _head(hidden, lm_head_weight, completion_ids, completion_mask, **options)
-    index = _active(completion_mask)
-    ids = _safe_ids(completion_ids, completion_mask)
+    index, ids = _active(completion_mask), _safe_ids(completion_ids, completion_mask)
     return _logps(head, module, ids, index, entropy)
 
 
@@ -96,11 +95,13 @@ def linear_policy_loss(
     variant = get(variant) if isinstance(variant, str) else variant
     values = variant.resolve(params)
     mask = inputs.completion_mask
-    head, module = _head(
-        hidden, lm_head_weight, inputs.completion_ids, mask, lm_head_bias=lm_head_bias, temperature=temperature,
-        logit_softcap=logit_softcap, logit_scale=logit_scale, backend=backend, precision=precision, chunk_size=chunk_size,
-    )  # fmt: skip
-    checks.check_inputs(variant, inputs, values, inputs.completion_ids.shape)
+    with checks.together():
+        head, module = _head(
+            hidden, lm_head_weight, inputs.completion_ids, mask, lm_head_bias=lm_head_bias, temperature=temperature,
+            logit_softcap=logit_softcap, logit_scale=logit_scale, backend=backend, precision=precision,
+            chunk_size=chunk_size,
+        )  # fmt: skip
+        checks.check_inputs(variant, inputs, values, inputs.completion_ids.shape)
     index, ids = _active(mask), _safe_ids(inputs.completion_ids, mask)
     trained = torch.is_grad_enabled() and (
         lm_head_weight.requires_grad or (lm_head_bias is not None and lm_head_bias.requires_grad)
@@ -108,16 +109,17 @@ def linear_policy_loss(
     gradient = policy.token_gradient(variant, inputs, values, head.logps_dtype) if trained else None
     if module.AUTOGRAD or gradient is None:
         logps, entropy = _logps(head, module, ids, index, True)
-        checks.check_finite("the policy's per-token log-probs", logps, mask)
         out = policy.attach(logps, policy.evaluate(variant, logps, inputs, values), inputs)
     else:
+        terms: list[policy.Terms] = []
         loss, logps, entropy = _FusedLoss.apply(
-            hidden, lm_head_weight, lm_head_bias, head, module, ids, index, gradient, (variant, inputs, values)
-        )
-        checks.check_finite("the policy's per-token log-probs", logps, mask)
-        terms = policy.evaluate(variant, logps, inputs, values)
-        out = LossOutput(loss, logps, terms.metrics)
+            hidden, lm_head_weight, lm_head_bias, head, module, ids, index, gradient,
+            lambda n: terms.append(policy.evaluate(variant, n, inputs, values)) or terms[0],
+        )  # fmt: skip
+        out = LossOutput(loss, logps, terms[0].metrics)
     out.metrics["entropy"] = policy.token_metric(entropy, mask.bool())
+    # Last, since it waits for the device: everything above is queued by then.
+    checks.check_finite("the policy's per-token log-probs", logps, mask)
     if variant.vocabulary is not None and values["beta"] > 0:
         from losses.divergence import exact_kl  # it stands on this module
 
@@ -161,9 +163,10 @@ def _head(
 
 def _active(mask: Tensor | None) -> Tensor | None:
     """Flat positions of the unmasked tokens; None: all of them, or values may not be read."""
-    if mask is None or not checks.may_look(mask) or bool(mask.all()):
+    if mask is None or not checks.may_look(mask):
         return None
-    return mask.reshape(-1).nonzero().squeeze(1)
+    index = mask.reshape(-1).nonzero().squeeze(1)
+    return None if len(index) == mask.numel() else index
 
 
 def _safe_ids(ids: Tensor, mask: Tensor | None) -> Tensor:
@@ -219,13 +222,12 @@ class _FusedLoss(torch.autograd.Function):
     """A token-level loss with a trained head: every gradient is formed in the forward and scaled in the backward."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, head, module, ids, index, gradient, terms):
+    def forward(ctx, hidden, weight, bias, head, module, ids, index, gradient, evaluate):
         done: Pass = module.forward(
             head, ids, index, entropy=True, keep_u=ctx.needs_input_grad[0], token_gradient=gradient,
             needs=ctx.needs_input_grad[:3],
         )  # fmt: skip
-        variant, inputs, params = terms
-        loss = policy.evaluate(variant, done.logps, inputs, params)
+        loss = evaluate(done.logps)
         ctx.used = False
         ctx.grads = (done.u, done.d_weight, done.d_bias)
         ctx.g, ctx.dtypes = loss.grad, (weight.dtype, None if bias is None else bias.dtype)

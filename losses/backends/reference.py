@@ -18,7 +18,7 @@ def forward(head: Head, ids: Tensor, index: Tensor | None, *, entropy: bool) -> 
         hidden = head.hidden.reshape(-1, head.hidden.shape[-1])
         if index is not None:
             hidden, ids = hidden[index], ids[index]
-        z = products(head).logits(hidden.to(head.dtype), head.weight.to(head.dtype), dtype)
+        z = products(head).logits(hidden.to(head.dtype), head.weight.to(head.dtype), dtype, ids=ids)
         if head.bias is not None:
             z = z + head.bias.to(dtype)
         z = z * head.scale

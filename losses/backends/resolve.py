@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import os
 from types import ModuleType
 
 import torch
@@ -35,6 +36,8 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> tuple[str, st
         raise ValueError(f"unknown backend {name!r}; {nearest(name, (*BACKENDS, 'auto'))}")
     if name == "triton" and (missing := _triton_missing()):
         raise ValueError(f"backend='triton' cannot run: {missing}; use backend='chunked'")
+    if name == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"backend='triton' needs a CUDA device, tensors are on {device.type}: use backend='chunked'")
     if name == "triton" and dtype == torch.float64:
         raise ValueError("backend='triton' computes in float32, but hidden or weight is float64: use backend='chunked'")
     return name, "asked for"

@@ -17,9 +17,11 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from losses.backends import triton_kernels as kernels
+from losses.backends import triton_float8, triton_rows
 from losses.backends.head import Head, Pass
 from losses.backends.triton_bodies import arguments, device_function
 from losses.backends.triton_tiles import INTERPRETED, Tiles, descriptor, tiles_for, tma_ready
@@ -28,8 +30,9 @@ AUTOGRAD = False
 LOG2_E = 1.4426950408889634
 STORED_BYTES = 256 << 20  # of one chunk's exponentials
 ROWS_WITHOUT_STORE = 4096
-# Exponents above LIMIT are stored relative to their tile's maximum. float16 holds 2^-24 to 2^15: SHIFT uses the upper half.
+# (LIMIT, SHIFT), see `triton_kernels._tile`. float16 holds 2^-24 to 2^15: the shift uses the upper half of it.
 LIMITS = {torch.float16: (4.0, 11), torch.bfloat16: (60.0, 0), torch.float32: (60.0, 0)}
+TL_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @dataclass
@@ -39,6 +42,8 @@ class _Chunk:
     where: Tensor | slice  # flat positions
     h: Tensor  # (rows, H) in the operands' dtype
     ids: Tensor  # (rows,)
+    own: Tensor  # (rows,) base-2 logits of ids
+    marks: Tensor  # (row tiles, vocabulary tiles), see `own_logit`
 
 
 class _Run:
@@ -53,38 +58,50 @@ class _Run:
         self.weight = weight if weight.stride(1) == 1 else weight.contiguous()
         self.bias = None if head.bias is None else head.bias.detach().contiguous()
         self.vocab, self.width = weight.shape
-        self.half = head.dtype != torch.float32
-        self.limit, self.shift = LIMITS[head.dtype]
-        self.tiles: Tiles = tiles_for(self.device, head.dtype)
+        self.float8 = head.precision == "fp8"
+        if self.float8 and self.device.type == "cuda" and torch.cuda.get_device_capability(self.device)[0] < 9:
+            raise ValueError("precision='fp8' needs a GPU of compute capability 9.0 or newer; use precision='auto'")
+        # What exponentials are stored in. Before they go to float8 they need float32's range, not its digits.
+        self.e_dtype = torch.bfloat16 if self.float8 else head.dtype
+        self.fused = self.e_dtype != torch.float32
+        self.limit, self.shift = LIMITS[self.e_dtype]
+        self.tiles: Tiles = tiles_for(self.device, self.float8)
         self.kappa = head.scale / head.temperature
         if head.softcap is None:
-            self.inner, self.outer = 1.0, self.kappa * LOG2_E
+            self.inner, self.outer = 1.0, abs(self.kappa) * LOG2_E
         else:
             self.inner, self.outer = head.scale / head.softcap, head.softcap / head.temperature * LOG2_E
+        self.rows = self._rows_per_chunk()
+        self.mixer: triton_float8.Mixer | None = None
         self._allocate()
 
     def _allocate(self) -> None:
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=self.device)
 
-        self.rows = self._rows_per_chunk()
         # A row of a multiple of 16 bytes is what cuBLAS and the copy engine want.
         self.e_stride = -(-self.vocab // 8) * 8
-        if self.store or not self.half:
-            self.e = empty(self.rows, self.e_stride, dtype=self.head.dtype)
-        if self.store:
+        if self.store or not self.fused:
+            self.e = empty(self.rows, self.e_stride, dtype=self.e_dtype)
+        if self.float8:
+            self.head8 = triton_float8.head_of(self.head.weight, self.weight)
+            if self.store:
+                self.mixer = triton_float8.Mixer(self.head8, self.rows)
+        elif self.store:
             self.mixture = empty(self.rows, self.width)
         self.vocab_tiles = triton.cdiv(self.vocab, self.tiles.n)
-        self.maxima, self.sums, self.moments = (empty(self.vocab_tiles, self.rows) for _ in range(3))
+        self.row_tiles = triton.cdiv(self.rows, self.tiles.m)
+        self.statistics = [empty(self.vocab_tiles, self.rows) for _ in range(3)]  # offsets, sums, moments
         self.offsets, self.keep, self.inverse = (empty(self.rows) for _ in range(3))
+        self.own = empty(self.total)
 
     def _rows_per_chunk(self) -> int:
         if self.total == 0:
             return 0
         if self.head.chunk_size is not None:
             return min(self.head.chunk_size, self.total)
-        if self.store or not self.half:
-            size = 2 if self.half else 4
+        if self.store or not self.fused:
+            size = self.e_dtype.itemsize
             most = max(128, STORED_BYTES // (size * self.vocab) // 128 * 128)
         else:
             most = ROWS_WITHOUT_STORE
@@ -101,46 +118,66 @@ class _Run:
         ):
             yield
 
+    def _options(self) -> dict[str, Any]:
+        return {
+            "DTYPE": TL_DTYPES[self.e_dtype],
+            "BLOCK_N": self.tiles.n,
+            "SOFTCAP": self.head.softcap is not None,
+            "NEGATIVE": self.kappa < 0,
+            "BIAS": self.bias is not None,
+        }
+
     def chunks(self) -> Iterator[_Chunk]:
-        for start in range(0, self.total, max(self.rows, 1)):
+        """Every token's own logit, then the chunks."""
+        if self.total == 0:
+            return
+        h = self.head.hidden.detach()
+        chunks = triton.cdiv(self.total, self.rows)
+        self.marks = torch.zeros(chunks, self.row_tiles, self.vocab_tiles, dtype=torch.int8, device=self.device)
+        kernels.own_logit[(self.total,)](
+            h, *h.stride(), h.shape[1], self.index, self.weight, self.weight.stride(0), self.bias, self.ids, self.own,
+            self.marks, self.rows, self.row_tiles, self.vocab_tiles, self.width, self.inner, self.outer,
+            BLOCK=min(2048, triton.next_power_of_2(self.width)), BLOCK_M=self.tiles.m,
+            **(self._options() | {"DTYPE": TL_DTYPES[self.head.dtype]}),
+        )  # fmt: skip
+        for i, start in enumerate(range(0, self.total, self.rows)):
             stop = min(start + self.rows, self.total)
             where = slice(start, stop) if self.index is None else self.index[start:stop]
-            yield _Chunk(start, stop - start, where, self.head.rows(where).contiguous(), self.ids[start:stop])
+            rows = self.head.rows(where).contiguous()
+            yield _Chunk(start, stop - start, where, rows, self.ids[start:stop], self.own[start:stop], self.marks[i])
 
     def softmax(self, c: _Chunk) -> None:
         """Exponentials and tile statistics of a chunk."""
-        own = torch.empty(c.rows, dtype=torch.float32, device=self.device)
-        options = {"SOFTCAP": self.head.softcap is not None, "BIAS": self.bias is not None}
-        kernels.own_logit[(c.rows,)](
-            c.h, c.h.stride(0), self.weight, self.weight.stride(0), self.bias, c.ids, own, self.width, self.inner,
-            self.outer, BLOCK=min(2048, triton.next_power_of_2(self.width)), **options,
-        )  # fmt: skip
-        self.own = own
-        options |= {"LIMIT": self.limit, "SHIFT": self.shift, "STORE": self.store, "ENTROPY": self.entropy}
-        statistics = (self.maxima, self.sums, self.moments)
-        if not self.half:
+        options = self._options() | {
+            "LIMIT": self.limit, "SHIFT": self.shift, "STORE": self.store, "ENTROPY": self.entropy
+        }  # fmt: skip
+        if not self.fused:
             logits = self.e[: c.rows, : self.vocab]
             torch.mm(c.h, self.weight.t(), out=logits)
             kernels.logits_tile[(triton.cdiv(c.rows, 8), self.vocab_tiles)](
-                logits, self.e_stride, c.rows, self.vocab, self.rows, c.ids, own, self.bias, logits, self.e_stride,
-                self.inner, self.outer, *statistics, BLOCK_M=8, BLOCK_N=self.tiles.n, **options,
+                logits, self.e_stride, c.rows, self.vocab, self.rows, c.ids, c.own, self.bias, logits, self.e_stride,
+                self.inner, self.outer, *self.statistics, BLOCK_M=8, **options,
             )  # fmt: skip
             return
         t = self.tiles
-        e = self.e[: c.rows, : self.vocab] if self.store else None
-        tma = t.tma and tma_ready(c.h) and tma_ready(self.weight)
+        e: Any = self.e[: c.rows, : self.vocab] if self.store else None
         h: Any = c.h
         weight: Any = self.weight
+        h_scale = weight_scale = None
+        if self.float8:
+            h, h_scale = triton_float8.quantized_rows(h)
+            weight, weight_scale = self.head8.rows, self.head8.row_scales
+        h_stride, weight_stride = h.stride(0), weight.stride(0)
+        tma = t.tma and tma_ready(h) and tma_ready(weight)
         if tma:
             h, weight = descriptor(h, (t.m, t.k)), descriptor(weight, (t.n, t.k))
             e = None if e is None else descriptor(e, (t.m, t.n))
-        count = triton.cdiv(c.rows, t.m) * self.vocab_tiles
-        programs = min(count, t.programs(self.device))
-        kernels.product[(programs or count,)](
-            h, c.h.stride(0), weight, self.weight.stride(0), None, None, c.rows, self.vocab, self.width, self.rows,
-            c.ids, own, self.bias, e, self.e_stride, self.inner, self.outer, *statistics,
-            BLOCK_M=t.m, BLOCK_N=t.n, BLOCK_K=t.k, GROUP=t.group, TMA=tma, PROGRAMS=programs, WIDEN=INTERPRETED, SCALED=False, **options,
-            num_warps=t.warps, num_stages=t.stages,
+        count, programs = triton.cdiv(c.rows, t.m) * self.vocab_tiles, t.programs(self.device)
+        kernels.product[(min(count, programs) or count,)](
+            h, h_stride, weight, weight_stride, h_scale, weight_scale, c.rows, self.vocab, self.width, self.rows,
+            c.ids, c.own, c.marks, self.bias, e, self.e_stride, self.inner, self.outer, *self.statistics,
+            BLOCK_M=t.m, BLOCK_K=t.k, GROUP=t.group, TMA=tma, PROGRAMS=programs, FLATTEN=t.flatten, WIDEN=INTERPRETED,
+            SCALED=self.float8, num_warps=t.warps, num_stages=t.stages, **options,
         )  # fmt: skip
 
     def finalize(self, c: _Chunk, logps: Tensor, entropy: Tensor | None, grad: Tensor | None, term: Any) -> None:
@@ -155,28 +192,32 @@ class _Run:
             token["SURROGATE"], surrogate_args = device_function(term.surrogate), arguments(term.surrogate, term.params)
             if weight_kl is not None:
                 token["KL"], kl_args = device_function(term.kl), arguments(term.kl, term.params)
-        kernels.finalize[(triton.cdiv(c.rows, 8),)](
-            self.maxima, self.sums, self.moments, self.rows, c.rows, self.vocab_tiles, self.own, c.start, self.index,
-            logps, entropy, self.offsets, self.keep, self.inverse, grad, self.kappa, self.inner, self.outer,
-            old, ref, advantage, weight_surrogate, weight_kl, surrogate_args, kl_args,
-            BLOCK_M=8, BLOCK_T=min(64, triton.next_power_of_2(self.vocab_tiles)), SOFTCAP=self.head.softcap is not None,
-            LIMIT=self.limit, SHIFT=self.shift, ENTROPY=entropy is not None, **token,
+        triton_rows.finalize[(triton.cdiv(c.rows, 8),)](
+            *self.statistics, self.rows, c.rows, self.vocab_tiles, c.own, c.start, self.index, logps, entropy,
+            self.offsets, self.keep, self.inverse, grad, self.kappa, self.outer, old, ref, advantage, weight_surrogate,
+            weight_kl, surrogate_args, kl_args,
+            BLOCK_M=8, BLOCK_T=min(256, triton.next_power_of_2(self.vocab_tiles)), SHIFT=self.shift,
+            SOFTCAP=self.head.softcap is not None, ENTROPY=entropy is not None, **token,
         )  # fmt: skip
         if self.store:
             per_program = 32
-            kernels.rescale[(triton.cdiv(c.rows, 8), triton.cdiv(self.vocab_tiles, per_program))](
-                self.e, self.e_stride, self.maxima, self.rows, self.offsets, c.rows, self.vocab, self.vocab_tiles,
-                BLOCK_M=8, BLOCK_N=self.tiles.n, TILES=per_program, LIMIT=self.limit,
+            triton_rows.rescale[(triton.cdiv(c.rows, 8), triton.cdiv(self.vocab_tiles, per_program))](
+                self.e, self.e_stride, self.statistics[0], self.rows, self.offsets, c.rows, self.vocab,
+                self.vocab_tiles, BLOCK_M=8, BLOCK_N=self.tiles.n, TILES=per_program,
             )  # fmt: skip
 
     def write_u(self, c: _Chunk, out: Tensor, grad: Tensor | None) -> None:
         """Rows of d logp / d hidden, times `grad` where given, at the chunk's positions of out (tokens, H)."""
-        mixture = self.mixture[: c.rows]
-        _mm(self.e[: c.rows, : self.vocab], self.weight, mixture)
+        e, inverse, columns = self.e[: c.rows, : self.vocab], self.inverse, None
+        if self.mixer is not None:
+            mixture, inverse, columns = self.mixer(e, inverse), self.mixer.inverse, self.head8.column_scales
+        else:
+            mixture = self.mixture[: c.rows]
+            _mm(e, self.weight, mixture)
         block = min(1024, triton.next_power_of_2(self.width))
-        kernels.own_minus_mixture[(c.rows, triton.cdiv(self.width, block))](
-            mixture, None, self.weight, self.weight.stride(0), c.ids, self.keep, self.inverse, grad, c.start, self.index,
-            out, self.width, BLOCK=block,
+        triton_rows.own_minus_mixture[(c.rows, triton.cdiv(self.width, block))](
+            mixture, columns, self.weight, self.weight.stride(0), c.ids, self.keep, inverse, grad, c.start, self.index,
+            out, mixture.stride(0), self.width, BLOCK=block,
         )  # fmt: skip
 
     def add_weight_gradient(self, c: _Chunk, d_weight: Tensor | None, d_bias: Tensor | None, grad: Tensor) -> None:
@@ -186,22 +227,22 @@ class _Run:
         grid = (c.rows, triton.cdiv(self.width, block))
         if d_weight is not None:
             largest = None
-            if self.head.dtype == torch.float16:
+            if e.dtype == torch.float16:
                 # Divided by the largest, so that small coefficients (1 / tokens / odds) do not underflow in float16.
                 flat = grad[c.where] * self.inverse[: c.rows]
                 largest = flat.abs().amax().clamp(min=1e-30)
-            rows = torch.empty_like(c.h)
-            kernels.scaled_rows[grid](
+            rows = torch.empty_like(c.h, dtype=e.dtype)
+            triton_rows.scaled_rows[grid](
                 c.h, c.h.stride(0), self.inverse, grad, largest, c.start, self.index, rows, self.width, BLOCK=block
             )
             _subtract_product(d_weight, e, rows, largest)
             order = torch.argsort(c.ids, stable=True)
-            kernels.add_own_rows[grid](
+            triton_rows.add_own_rows[grid](
                 d_weight, order, c.ids, c.h, c.h.stride(0), self.keep, grad, c.start, self.index, c.rows, self.width,
                 BLOCK=block,
             )  # fmt: skip
         if d_bias is not None:
-            kernels.bias_gradient[(triton.cdiv(self.vocab, 128),)](
+            triton_rows.bias_gradient[(triton.cdiv(self.vocab, 128),)](
                 d_bias, self.e, self.e_stride, c.ids, self.keep, self.inverse, grad, c.start, self.index, c.rows,
                 self.vocab, BLOCK_M=16, BLOCK_N=128,
             )  # fmt: skip
