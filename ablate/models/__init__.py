@@ -65,7 +65,8 @@ class LoadedModel:
                 self.path, output_loading_info=True, **(arguments | overrides)
             )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise ValueError(f"model: transformers cannot build {self.source} from {self.path}: {error}") from error
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"model: transformers cannot build {self.source} from {self.path}: {reason}") from error
         missing = sorted(report.get("missing_keys", ()))
         if missing:
             raise ValueError(

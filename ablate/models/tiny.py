@@ -121,7 +121,7 @@ def tiny_model(settings: TinySettings) -> "LlamaForCausalLM":
 
 
 def demonstrations(settings: TinySettings) -> "np.ndarray[Any, Any]":
-    """Token ids (rows, 10) of prompt, answer and end-of-sequence, padded on the right; `per_pair` rows a training pair."""
+    """Token ids (rows, 10) of prompt, answer and end-of-sequence, right-padded; `per_pair` rows a training pair."""
     import numpy as np
 
     rng = np.random.default_rng(settings.seed)
