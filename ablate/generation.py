@@ -63,8 +63,6 @@ class Generation:
 
     def shape_rewards(self, hook: Callable[..., Tensor], params: dict[str, Any]) -> Tensor:
         """Rewards after the variant's hook, which sees old and reference log-probs and the mask."""
-        if not self.has("ref_per_token_logps"):
-            raise ValueError("a variant that shapes rewards needs reference log-probs: set beta > 0")
         old, ref, mask = (self.column(n) for n in ("old_per_token_logps", "ref_per_token_logps", "completion_mask"))
         return hook(self.total_rewards, old, ref, mask, params)
 

@@ -218,7 +218,7 @@ class AblationTrainer(GRPOTrainer):
         off_policy = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
         with torch.no_grad(), self._meter.time("logps"):
             for batch in batches:
-                if off_policy or self.variant.shape_reward is not None or "sampling_per_token_logps" in batch:
+                if off_policy or self._shapes_rewards or "sampling_per_token_logps" in batch:
                     batch["old_per_token_logps"] = self._logps(self.model, batch)[0]
                 if self.beta != 0 and self.variant.vocabulary is None:
                     with self._reference() as model:
@@ -246,17 +246,22 @@ class AblationTrainer(GRPOTrainer):
             for batch in part:
                 batch["num_items"], batch["num_sequences"] = counts[0], counts[1]
 
+    @property
+    def _shapes_rewards(self) -> bool:
+        return self.variant.shape_reward is not None and self.beta != 0
+
     def _set_advantages(self, batches: list[dict[str, Any]]) -> None:
         """The variant's advantages; TRL's own stay where rewards are scaled by the batch, or groups span processes."""
         generation, hook = self._generation, self.variant.advantage
         assert generation is not None
         plain = self.args.scale_rewards == "group" and self.args.multi_objective_aggregation == "sum_then_normalize"
         if self.accelerator.num_processes > 1 or not (plain or hook):
-            if hook or self.variant.shape_reward:
+            if hook or self._shapes_rewards:
                 raise ValueError(f"{self.variant.name!r} sets its own advantages: one process, scale_rewards='group'")
             return
         rewards = generation.total_rewards
-        if self.variant.shape_reward is not None:
+        if self._shapes_rewards:
+            assert self.variant.shape_reward is not None
             rewards = generation.shape_rewards(self.variant.shape_reward, self.loss_params)
         advantages = (hook or losses.group_advantages)(rewards, generation.group_ids)
         for batch in batches:
@@ -267,7 +272,7 @@ class AblationTrainer(GRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         with self._meter.time("loss"):
-            reference = self._reference_hidden(inputs) if self.variant.vocabulary and self.beta != 0 else (None, None)
+            reference = self._reference_head(inputs) if self.variant.vocabulary and self.beta != 0 else (None,) * 3
             group = inputs["row"] // self.num_generations if "row" in inputs else None
             loss_inputs = losses.LossInputs(
                 completion_ids=inputs["completion_ids"],
@@ -281,6 +286,7 @@ class AblationTrainer(GRPOTrainer):
                 group_ids=group,
                 ref_hidden=reference[0],
                 ref_lm_head_weight=reference[1],
+                ref_lm_head_bias=reference[2],
             )
             metrics: dict[str, losses.Metric] = {}
 
@@ -312,9 +318,10 @@ class AblationTrainer(GRPOTrainer):
         old = inputs.get("old_per_token_logps")
         return torch.where(torch.isnan(sampling), old, sampling) if old is not None else sampling
 
-    def _reference_hidden(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _reference_head(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states (B, T, H), LM head weight and bias of the reference."""
         with torch.no_grad(), self._reference() as model:
-            return self._with_head(model, inputs, lambda hidden, weight, bias: (hidden, weight))
+            return self._with_head(model, inputs, lambda hidden, weight, bias: (hidden, weight, bias))
 
     # ---- steps and logs
 

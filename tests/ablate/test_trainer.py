@@ -170,6 +170,19 @@ def test_every_variant_trains(folder: Path, tmp_path: Path, variant: str) -> Non
     assert len(history(trainer, "loss")) == 2
 
 
+@pytest.mark.parametrize("variant", ["kl_in_reward", "kl_in_reward_token", "exact_reverse_kl"])
+def test_without_a_kl_term_every_variant_is_the_policy_gradient(folder: Path, tmp_path: Path, variant: str) -> None:
+    runs = []
+    for name in ("reference", variant):
+        trainer = make(
+            AblationTrainer, folder, tmp_path / name, loss_variant=name, engine=Scripted(), config={"beta": 0.0}
+        )
+        trainer.train()
+        runs.append(trainer)
+    assert history(runs[0], "loss") == history(runs[1], "loss")
+    assert all(torch.equal(a, b) for a, b in zip(*(weights(r).values() for r in runs), strict=True))
+
+
 def test_accumulation_does_not_change_the_loss(folder: Path, tmp_path: Path) -> None:
     """One micro-batch or eight: the same loss, gradient norm and weights, for a loss of uneven parts."""
     runs = []
