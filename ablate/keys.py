@@ -260,7 +260,7 @@ def _typed(schema: Schema, key: str, raw: Any, is_text: bool) -> Any:
 
 
 def merge(preset: Mapping[str, Setting], given: Mapping[str, Setting]) -> dict[str, Any]:
-    """Values by schema key, `given` over `preset`; a value that is given also replaces the preset's axis over its key."""
+    """Values by schema key, `given` over `preset`; a value given for a key also replaces the preset's axis over it."""
     values = {key: setting.value for key, setting in preset.items()}
     if "grid" in given:
         values = {key: value for key, value in values.items() if not key.startswith("grid.")}

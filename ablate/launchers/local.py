@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class LocalLauncher:
     def _start(self) -> _Worker:
         ours, theirs = SPAWN.Pipe()
         process = SPAWN.Process(target=worker.main, args=(theirs, self.function), name="ablate-worker", daemon=False)
-        with _environment(worker_environment(self.threads)):
+        with _environment(worker_environment(self.threads)), _interrupts_ignored():
             process.start()
         theirs.close()
         return _Worker(process, ours)
@@ -184,6 +185,19 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Have processes started within ignore Ctrl-C from their first instruction on: a disposition is inherited."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end(pool: Sequence[_Worker]) -> None:
