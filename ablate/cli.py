@@ -1,4 +1,4 @@
-"""The command line: run, plan, report, doctor, check. Imports stay light, so that help and plans come at once."""
+"""The command line: run, plan, report, doctor, check, replay. Imports stay light: help and plans come at once."""
 
 from __future__ import annotations
 
@@ -149,6 +149,24 @@ def check(
     sys.exit(
         checks.main(what, write=write, check_current=check_current, json_path=json_path, markdown_path=markdown_path)
     )
+
+
+@cli.command()
+@click.argument("what", nargs=-1, metavar="run=FOLDER [KEY=VALUE]...")
+def replay(what: Sequence[str]) -> None:
+    """Put one step's stored rollouts, and the policy that drew them, through every variant: a backward pass each.
+
+    run= is a cell's folder or an experiment's (then its reference run is taken). variants=all (the run's preset),
+    family or NAMES. step=N or last. policy=drawn, final or a step: a later one makes the rollouts off-policy. beta=,
+    epsilon= and the variants' other parameters replace the run's. Also device=, micro_batch_size=, tolerance= (nats).
+
+    Writes FOLDER/replay/step-N/{replay.json, table.md, table.csv, cosine.png, cosine.svg}: gradient norms, their
+    cosines, shares of surrogate and KL, norms by layer, weights of tokens. A run needs rollouts and the policy that
+    drew them (train.rollouts_every, train.adapter_every); step 1 needs no policy.
+    """
+    from ablate import replay as replays
+
+    sys.exit(replays.main(what))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
