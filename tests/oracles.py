@@ -189,7 +189,8 @@ def aggregate(
     """One scalar from per-completion lists of token losses (masked tokens already left out).
 
     "sequence_mean": mean over a completion's tokens, then over the completions that have any;
-    "token_mean": sum over all tokens by their number; "constant": sum over all tokens by `constant` per completion.
+    "token_mean": sum over all tokens by their number; "constant": sum over all tokens by `constant` per completion;
+    "sequence_sum": sum over a completion's tokens, mean over the completions that have any.
     """
     total = sum((row.sum() * 0 for row in rows), torch.zeros((), dtype=rows[0].dtype))
     filled = [row for row in rows if len(row)]
@@ -203,6 +204,8 @@ def aggregate(
         elif kind == "constant":
             assert constant is not None
             total = total + row.sum() / (constant * sequences)
+        elif kind == "sequence_sum":
+            total = total + row.sum() / sequences
         else:
             raise AssertionError(kind)
     return total
