@@ -176,6 +176,8 @@ def _rows(cell: Stored, batch: Batch) -> int:
 
 
 def _models(cell: Stored, policy: int, start: Any, device: str, rows: int) -> Models:
+    model: Any
+    base: Any
     model, base = stored.build_policy(cell, policy, start)
     dtype = getattr(torch, cell.config["train"]["dtype"])
     kept: dict[str, Any] = {}
@@ -196,7 +198,7 @@ def _models(cell: Stored, policy: int, start: Any, device: str, rows: int) -> Mo
 
     backend = cell.config["loss"]["backend"]
     options = {
-        **lm_head.logit_options(base.config),  # type: ignore[arg-type]
+        **lm_head.logit_options(base.config),
         "temperature": float(cell.config["sampling"].get("temperature", 1.0)),
         "backend": backend if backend in ("reference", "chunked") else "auto",
         "precision": cell.config["loss"]["precision"],

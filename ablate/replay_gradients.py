@@ -106,7 +106,7 @@ def gram(
     blocks = list(_blocks(trained, count, memory or psutil.virtual_memory().available // 2))
     for number, block in enumerate(blocks, 1):
         note = f", block {number} of {len(blocks)}" if len(blocks) > 1 else ""
-        store = _gradients(models, batch, parts, [p for _, p in block], lambda text, n=note: progress(text + n))
+        store = _gradients(models, batch, parts, [p for _, p in block], progress, note)
         for (name, p), values in zip(block, store, strict=True):
             group = layer_group(name, head=p is head, tied=tied)
             sizes[group] = sizes.get(group, 0) + p.numel()
@@ -135,7 +135,12 @@ def _blocks(
 
 
 def _gradients(
-    models: Models, batch: Batch, parts: Components, block: list[nn.Parameter], progress: Callable[[str], None]
+    models: Models,
+    batch: Batch,
+    parts: Components,
+    block: list[nn.Parameter],
+    progress: Callable[[str], None],
+    note: str = "",
 ) -> list[Tensor]:
     """(parts, numel) float32 on the host for each parameter of the block."""
     store = [torch.zeros(len(parts.parts), p.numel()) for p in block]
@@ -148,9 +153,8 @@ def _gradients(
         leaf = hidden.detach().requires_grad_(True)
         pull = _Pull(models, part, leaf, weight, bias, reference)
         for i, (direction, g) in enumerate(parts.parts):
-            progress(
-                f"completions {rows.start + 1} to {rows.start + len(part)}, gradient {i + 1} of {len(parts.parts)}"
-            )
+            place = f"completions {rows.start + 1} to {rows.start + len(part)}"
+            progress(f"{place}, gradient {i + 1} of {len(parts.parts)}{note}")
             d_hidden, d_head = pull(direction, g[rows])
             # float16 holds nothing below 6e-8: scaled by a power of two, which changes no digit.
             scale = _scale(d_hidden) if d_hidden.dtype == torch.float16 else 1.0

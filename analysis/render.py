@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from ablate import schema
-from analysis import plots, stats, tables, words
+from analysis import plots, replay, stats, tables, words
 from analysis.checks import flatten
 from analysis.files import Problem, write_atomic
 from analysis.formats import Table, escape_markdown
@@ -100,16 +100,18 @@ def write_report(experiment_dir: str | os.PathLike[str], out: str | os.PathLike[
     others = [make(runs) for make in OTHER_TABLES]
     cells = others[-1]
     shown, unreadable = samples(runs)
-    problems = tuple(sorted((*runs.problems, *unreadable), key=lambda p: p.severity))
+    replays, damaged = replay.find(runs)
+    problems = tuple(sorted((*runs.problems, *unreadable, *damaged), key=lambda p: p.severity))
     results = tuple(words.sentences(runs, comparisons))
     together = words.multiplicity(comparisons)
     notes = (*([together] if together else []), *words.power_notes(runs, comparisons))
 
+    replayed = [replay.summary_table(item) for item in replays]
     paths = [
-        write_atomic(folder / "table.md", markdown(runs, main, others, results, notes, problems)),
+        write_atomic(folder / "table.md", markdown(runs, main, [*others, *replayed], results, notes, problems)),
         write_atomic(folder / "table.csv", main.csv()),
         write_atomic(folder / "table.tex", main.latex()),
-        *(write_atomic(folder / f"{table.name}.csv", table.csv()) for table in others),
+        *(write_atomic(folder / f"{table.name}.csv", table.csv()) for table in (*others, *replayed)),
     ]
     pictures: dict[str, dict[str, Any]] = {}
     for figure in FIGURES:
@@ -117,9 +119,16 @@ def write_report(experiment_dir: str | os.PathLike[str], out: str | os.PathLike[
         saved = plots.save(drawn, folder / figure.name)
         paths += saved
         pictures[figure.name] = {"figure": figure, "uri": _embedded(saved), "width": round(120 * drawn.get_figwidth())}
+    sections = []
+    for item, table in zip(replays, replayed, strict=True):
+        drawn = replay.cosine_matrix(item)
+        saved = plots.save(drawn, folder / item.name)
+        paths += saved
+        sections.append({"replay": item, "lines": replay.sentences(item), "table": table, "uri": _embedded(saved),
+                         "tables": replay.tables(item)[1:], "width": round(120 * drawn.get_figwidth())})  # fmt: skip
     page = _environment().get_template("report.html.j2").render(
         runs=runs, table=main, tables={t.name: t for t in others}, results=results, notes=notes, problems=problems,
-        pictures=pictures, samples=shown, failures=runs.failures.to_dict("records"),
+        pictures=pictures, replays=sections, samples=shown, failures=runs.failures.to_dict("records"),
         settings=settings(runs.configs), provenance=settings(runs.environments), done=len(runs.done),
     )  # fmt: skip
     paths.append(write_atomic(folder / "report.html", page))

@@ -267,10 +267,10 @@ def cosine_matrix(replay: Replay) -> plots.Plot:
     with matplotlib.rc_context({**RC, "axes.grid": False, "axes.spines.left": False, "axes.spines.bottom": False}):
         names = replay.names
         small = len(names) <= SMALL
-        side = len(names) * (0.44 if small else 0.32) + 0.075 * max(map(len, names))
+        side = len(names) * (0.44 if small else 0.32) + 0.09 * max(map(len, names))
         width, height = max(side + 0.4, 2.9), max(side + 0.4, 2.7)
         across, down = (2, 1) if small else (1, 2)
-        figure = plots.Plot(figsize=(across * width + 1.0, down * height + 0.4), layout="constrained")
+        figure = plots.Plot(figsize=(across * width + 1.0, down * height + 0.7), layout="constrained")
         plots.FigureCanvasAgg(figure)
         panels = figure.subplots(down, across, squeeze=False).ravel()
         colors = matplotlib.colormaps["RdBu"].with_extremes(bad="#d9d9d9")
@@ -287,6 +287,9 @@ def cosine_matrix(replay: Replay) -> plots.Plot:
                     tone = "#555555" if c is None else "white" if abs(c) > 0.65 else "black"
                     text = "–" if c is None else _two_digits(c)
                     axes.text(j, i, text, ha="center", va="center", fontsize=6.5 if small else 5, color=tone)
+        policy = replay.data["policy"]
+        off = f", policy of step {policy['step']}" if policy["off_policy"] else ""
+        figure.suptitle(f"{replay.data['cell']}, step {replay.data['step']}{off}", fontsize=9)
         bar = figure.colorbar(image, ax=panels, shrink=0.8 if small else 0.3, ticks=[-1, -0.5, 0, 0.5, 1])
         bar.outline.set_visible(False)
     return figure
@@ -336,7 +339,9 @@ def _signed(value: float | None, digits: int = 2) -> str:
 def _two_digits(value: float) -> str:
     """Two decimals that never call a cosine 1 which is not."""
     text = f"{value:.2f}"
-    return text if abs(value) > 1 - 1e-6 or abs(float(text)) < 1 else f"{math.copysign(0.99, value):.2f}"
+    if abs(float(text)) < 1 or abs(value) > 1 - 1e-6:
+        return text
+    return ">.99" if value > 0 else "<-.99"
 
 
 def _range(start: int, stop: int) -> str:
