@@ -201,13 +201,9 @@ def aggregate(
             total = total + row.mean() / sequences
         elif kind == "token_mean":
             total = total + row.sum() / items
-        elif kind == "constant":
-            assert constant is not None
-            total = total + row.sum() / (constant * sequences)
-        elif kind == "sequence_sum":
-            total = total + row.sum() / sequences
         else:
-            raise AssertionError(kind)
+            assert kind in ("sequence_sum", "constant"), kind
+            total = total + row.sum() / (sequences if kind == "sequence_sum" else sequences * constant)
     return total
 
 
