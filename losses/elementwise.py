@@ -49,12 +49,13 @@ def stop_grad(x: torch.Tensor) -> torch.Tensor:
 def clipped_surrogate(n, o, a, epsilon, epsilon_high):
     """PPO's clipped surrogate, -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r = exp(n - sg(o)).
 
-    No clipping is epsilon = inf. Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; TRL's `loss_type="grpo"`.
+    No clipping is epsilon = inf. A = 0 is no gain even where r overflows. Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; TRL's `loss_type="grpo"`.
     """
     r = tl.exp(n - stop_grad(o))
     clipped = tl.minimum(tl.maximum(r, 1.0 - epsilon), 1.0 + epsilon_high)
-    value = -tl.minimum(r * a, clipped * a)
-    return value, tl.where(r * a <= clipped * a, -r * a, 0.0)
+    gain = tl.where(a == 0.0, 0.0, r * a)
+    clipped_gain = tl.where(a == 0.0, 0.0, clipped * a)
+    return -tl.minimum(gain, clipped_gain), tl.where(gain <= clipped_gain, -gain, 0.0)
 
 
 def k3(n, p, o):

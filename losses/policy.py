@@ -12,6 +12,7 @@ from torch import Tensor
 
 from losses import checks
 from losses.aggregation import weights
+from losses.elementwise import k3
 from losses.spec import LossInputs, LossOutput, Metric, Variant, body_params, get
 
 
@@ -51,7 +52,8 @@ class Tokens:
 
     def at(self, index: Tensor) -> Tokens:
         """The tokens at flat positions `index`."""
-        return Tokens(*(x if x is None else x.reshape(-1)[index] for x in vars(self).values()))
+        fields: dict[str, Any] = vars(self)
+        return Tokens(**{name: x if x is None else x.reshape(-1)[index] for name, x in fields.items()})
 
 
 def prepare(
@@ -104,11 +106,11 @@ def evaluate(variant: Variant, n: Tensor, inputs: LossInputs, params: dict[str, 
     t = prepare(variant, inputs, params, dtype, n)
     mask = t.mask
     o = n if t.o is None else t.o
-    metrics: dict[str, Metric] = {}
+    metrics: dict[str, Tensor] = {}
     w: Tensor | float = 1.0
     if t.mu is not None:
         w = _sampling_weight(o, t, params)
-        metrics["sampling/importance_sampling_ratio/mean"] = token_metric(w.expand_as(n), mask)
+        metrics["sampling/importance_sampling_ratio/mean"] = w.expand_as(n)
 
     if variant.sequence_term is not None:
         value, grad = variant.sequence_term(n, o, t.p, t.a, mask, inputs, params)
@@ -123,27 +125,29 @@ def evaluate(variant: Variant, n: Tensor, inputs: LossInputs, params: dict[str, 
         loss_surrogate = (t.weight * w * value).sum()
         # Every token's loss depends on every log-prob of its completion, each with 1 / length.
         grad_surrogate = (t.weight * w * grad).sum(-1, keepdim=True) * mask.to(dtype) / length
-        _clip_metrics(metrics, log_ratio.exp(), t.a, mask, params)
+        metrics |= _clipped(log_ratio.exp(), t.a, params)
     else:
         value, grad = call_body(variant.surrogate, (n, o, t.a), params)
         loss_surrogate, grad_surrogate = (t.weight * w * value).sum(), t.weight * w * grad
-        _clip_metrics(metrics, (n - o).exp(), t.a, mask, params)
+        # A surrogate that does not take epsilon clips nothing, whatever the ratio.
+        clips = "epsilon" in body_params(variant.surrogate)
+        metrics |= _clipped((n - o).exp() if clips else torch.ones_like(n), t.a, params)
 
     loss_kl = grad_kl = None
     if params["beta"] > 0 and variant.kl is not None:
         kl, slope = call_body(variant.kl, (n, t.p, o), params)
         loss_kl, grad_kl = (t.weight * kl).sum(), t.weight * slope
-        metrics["kl_own"] = token_metric(kl, mask)
+        metrics["kl_own"] = kl
     if t.p is not None:
-        metrics["kl"] = token_metric((t.p - n).exp() - (t.p - n) - 1, mask)
-    return Terms(loss_surrogate, grad_surrogate, loss_kl, grad_kl, params["beta"], metrics)
+        metrics["kl"] = k3(n, t.p, o)[0]
+    return Terms(loss_surrogate, grad_surrogate, loss_kl, grad_kl, params["beta"], token_metrics(metrics, mask))
 
 
 @dataclass(frozen=True)
 class TokenGradient:
-    """d loss / d n of single tokens: what lets a trained head's weight gradient be formed in the forward, chunk by chunk.
+    """d loss / d n of single tokens: with it a trained head's weight gradient is formed in the forward, chunk by chunk.
 
-    `surrogate` and `kl` are the variant's bodies; a backend either calls the whole on torch tensors, or takes `elementwise()`.
+    `surrogate` and `kl` are the variant's bodies; a backend calls the whole on torch tensors, or takes `elementwise()`.
     """
 
     surrogate: Callable
@@ -190,9 +194,10 @@ class TokenGradient:
 
 @dataclass(frozen=True)
 class Elementwise:
-    """d loss / d n = weight_surrogate x surrogate(n, old, advantage)' + weight_kl x kl(n, ref, old)', all (tokens,), contiguous.
+    """d loss / d n = weight_surrogate x surrogate(n, old, advantage)' + weight_kl x kl(n, ref, old)'.
 
-    `old` None: n itself. A token whose weights are 0 is masked. `weight_kl` None: no KL term.
+    All are (tokens,) and contiguous. `old` None: n itself. A token whose weights are 0 is masked. `weight_kl` None: no
+    KL term.
     """
 
     surrogate: Callable
@@ -237,9 +242,17 @@ def add_vocabulary_kl(
     return LossOutput(out.loss + params["beta"] * (weight * kl).sum(), out.per_token_logps, metrics)
 
 
+def token_metrics(values: dict[str, Tensor], mask: Tensor) -> dict[str, Metric]:
+    """Means over unmasked tokens, poolable; values (B, T). All at once: a launch each would cost more than the sums."""
+    if not values:
+        return {}
+    sums = torch.where(mask, torch.stack([x.detach() for x in values.values()]), 0).sum((1, 2)).unbind()
+    count = mask.sum().to(torch.float32)
+    return {name: Metric(total, count) for name, total in zip(values, sums, strict=True)}
+
+
 def token_metric(values: Tensor, mask: Tensor) -> Metric:
-    """Mean over unmasked tokens, poolable."""
-    return Metric(torch.where(mask, values.detach(), 0).sum(), mask.sum().to(torch.float32))
+    return token_metrics({"": values}, mask)[""]
 
 
 def _sampling_weight(o: Tensor, t: Tokens, params: dict[str, Any]) -> Tensor:
@@ -251,11 +264,11 @@ def _sampling_weight(o: Tensor, t: Tokens, params: dict[str, Any]) -> Tensor:
     return ratio.clamp(max=cap) if action == "truncate" else torch.where(ratio <= cap, ratio, 0)
 
 
-def _clip_metrics(metrics: dict[str, Metric], ratio: Tensor, a: Tensor, mask: Tensor, params: dict[str, Any]) -> None:
+def _clipped(ratio: Tensor, a: Tensor, params: dict[str, Any]) -> dict[str, Tensor]:
     low = (ratio < 1 - _number(params["epsilon"])) & (a < 0)
     high = (ratio > 1 + _number(params["epsilon_high"])) & (a > 0)
-    for name, clipped in (("low", low), ("high", high), ("region", low | high)):
-        metrics[f"clip_ratio/{name}_mean"] = token_metric(clipped.to(ratio.dtype), mask)
+    parts = (("low", low), ("high", high), ("region", low | high))
+    return {f"clip_ratio/{name}_mean": clipped.to(ratio.dtype) for name, clipped in parts}
 
 
 class _Attach(torch.autograd.Function):
