@@ -23,8 +23,8 @@ from losses.precision import Products, products
 
 AUTOGRAD = False
 CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 512 << 20}  # of one float32 logits buffer
-# Elementwise passes over rows that stay in a core's cache between the passes; a GPU gains nothing from blocks of rows.
-BLOCK_BYTES = {"cpu": 3 << 19}
+# Elementwise passes over rows that stay in cache between the passes; a GPU gains nothing from blocks of rows.
+BLOCK_BYTES = {"cpu": 8 << 20}  # small blocks cost more barriers than they save where threads outnumber cores
 
 
 @dataclass
