@@ -49,7 +49,8 @@ def stop_grad(x: torch.Tensor) -> torch.Tensor:
 def clipped_surrogate(n, o, a, epsilon, epsilon_high):
     """PPO's clipped surrogate, -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A), r = exp(n - sg(o)).
 
-    No clipping is epsilon = inf. A = 0 is no gain even where r overflows. Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; TRL's `loss_type="grpo"`.
+    No clipping is epsilon = inf. A = 0 is no gain even where r overflows.
+    Source: Schulman et al. 2017 (arXiv 1707.06347), eq. 7; TRL's `loss_type="grpo"`.
     """
     r = tl.exp(n - stop_grad(o))
     clipped = tl.minimum(tl.maximum(r, 1.0 - epsilon), 1.0 + epsilon_high)
