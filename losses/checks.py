@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -19,30 +20,41 @@ def may_look(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-_queue: ContextVar[list[tuple[Tensor, Callable[[], NoReturn]]] | None] = ContextVar("queue", default=None)
+@dataclass(frozen=True)
+class Question:
+    """One check of values: `bad()` is true somewhere where the input must be refused, `refuse()` raises."""
+
+    bad: Callable[[], Tensor]
+    refuse: Callable[[], NoReturn]
+
+
+_open: ContextVar[list[Question] | None] = ContextVar("_open", default=None)
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """Checks of values within the block are answered at its end, all in one wait for the device instead of one each."""
-    queue: list[tuple[Tensor, Callable[[], NoReturn]]] = []
-    before = _queue.set(queue)
+def collecting(questions: list[Question]) -> Iterator[None]:
+    """Checks of values within the block are put into `questions`, for `settle`, instead of being answered one by one."""
+    before = _open.set(questions)
     try:
         yield
     finally:
-        _queue.reset(before)
-    if queue:
-        for bad, (_, refuse) in zip(torch.stack([bad for bad, _ in queue]).tolist(), queue, strict=True):
+        _open.reset(before)
+
+
+def settle(questions: list[Question]) -> None:
+    """Answers all of them with one wait for the device; raises for the first that refuses."""
+    if questions:
+        answers = torch.stack([question.bad().any() for question in questions]).tolist()
+        for question, bad in zip(questions, answers, strict=True):
             if bad:
-                refuse()
+                question.refuse()
 
 
-def _refuse_where(bad: Tensor, refuse: Callable[[], NoReturn]) -> None:
-    """Calls `refuse`, which raises, if anything of `bad` is true; at the end of `together` where that is open."""
-    queue = _queue.get()
-    if queue is not None:
-        queue.append((bad.any(), refuse))
-    elif bad.any():
+def _ask(bad: Callable[[], Tensor], refuse: Callable[[], NoReturn]) -> None:
+    questions = _open.get()
+    if questions is not None:
+        questions.append(Question(bad, refuse))
+    elif bad().any():
         refuse()
 
 
@@ -50,33 +62,37 @@ def check_finite(name: str, x: Tensor | None, mask: Tensor | None = None) -> Non
     """Raises ValueError naming `name` and the first place where `x` is NaN or infinite at an unmasked token."""
     if x is None or not may_look(x):
         return
-    bad = ~torch.isfinite(x.detach())
-    if mask is not None:
-        bad = bad & (mask.bool() if x.dim() == 2 else mask.bool().any(-1))
+
+    def bad() -> Tensor:
+        infinite = ~torch.isfinite(x.detach())
+        if mask is None:
+            return infinite
+        return infinite & (mask.bool() if x.dim() == 2 else mask.bool().any(-1))
 
     def refuse() -> NoReturn:
-        where = tuple(bad.nonzero()[0].tolist())
+        where = tuple(bad().nonzero()[0].tolist())
         raise ValueError(f"{name} is {x[where].item()} at {where}: every unmasked value must be finite")
 
-    _refuse_where(bad, refuse)
+    _ask(bad, refuse)
 
 
 def check_ids(ids: Tensor, mask: Tensor | None, vocab: int) -> None:
     """Raises ValueError where an unmasked token id is outside [0, vocab)."""
     if not may_look(ids):
         return
-    bad = (ids < 0) | (ids >= vocab)
-    if mask is not None:
-        bad = bad & mask.bool()
+
+    def bad() -> Tensor:
+        outside = (ids < 0) | (ids >= vocab)
+        return outside if mask is None else outside & mask.bool()
 
     def refuse() -> NoReturn:
-        where = tuple(bad.nonzero()[0].tolist())
+        where = tuple(bad().nonzero()[0].tolist())
         raise ValueError(
             f"completion_ids holds {ids[where].item()} at {where}, but lm_head_weight has {vocab} rows: "
             "mask the token or use the model's own tokenizer"
         )
 
-    _refuse_where(bad, refuse)
+    _ask(bad, refuse)
 
 
 def check_inputs(variant: Variant, inputs: LossInputs, params: dict[str, Any], shape: torch.Size) -> None:
@@ -132,7 +148,7 @@ def check_mask(mask: Tensor) -> None:
     def refuse() -> NoReturn:
         raise ValueError("completion_mask must hold only 0 and 1")
 
-    _refuse_where((mask != 0) & (mask != 1), refuse)
+    _ask(lambda: (mask != 0) & (mask != 1), refuse)
 
 
 def check_head(

@@ -13,8 +13,10 @@ others recompute them.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +25,22 @@ from losses import checks, policy
 from losses.backends import resolve
 from losses.backends.head import Head, Pass
 from losses.spec import LossInputs, LossOutput, Variant, get
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _left_out_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which `torch.compile` calls as it is: it launches its own kernels and reads values."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        return torch.compiler.disable(function)(*args, **kwargs)
+
+    return call
 
 
 def per_token_logps(
@@ -58,16 +76,18 @@ def per_token_logps(
     )[0]  # fmt: skip
 
 
+@_left_out_of_graphs
 def logps_and_entropy(
     hidden: Tensor, lm_head_weight: Tensor, completion_ids: Tensor, *, completion_mask: Tensor | None = None,
     entropy: bool = True, **options: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """As `per_token_logps`, with the entropy (B, T) of each next-token distribution in nats, without gradient."""
     head, module = _head(hidden, lm_head_weight, completion_ids, completion_mask, **options)
-    index, ids = _active(completion_mask), _safe_ids(completion_ids, completion_mask)
+    index, ids = _active(completion_mask), _safe_ids(completion_ids, completion_mask, lm_head_weight)
     return _logps(head, module, ids, index, entropy)
 
 
+@_left_out_of_graphs
 def linear_policy_loss(
     hidden: Tensor,
     lm_head_weight: Tensor,
@@ -95,14 +115,18 @@ def linear_policy_loss(
     variant = get(variant) if isinstance(variant, str) else variant
     values = variant.resolve(params)
     mask = inputs.completion_mask
-    with checks.together():
+    questions: list[checks.Question] = []
+    with checks.collecting(questions):
         head, module = _head(
             hidden, lm_head_weight, inputs.completion_ids, mask, lm_head_bias=lm_head_bias, temperature=temperature,
             logit_softcap=logit_softcap, logit_scale=logit_scale, backend=backend, precision=precision,
             chunk_size=chunk_size,
         )  # fmt: skip
         checks.check_inputs(variant, inputs, values, inputs.completion_ids.shape)
-    index, ids = _active(mask), _safe_ids(inputs.completion_ids, mask)
+    if not hidden.is_cuda:
+        checks.settle(questions)
+        questions.clear()
+    index, ids = _active(mask), _safe_ids(inputs.completion_ids, mask, lm_head_weight)
     trained = torch.is_grad_enabled() and (
         lm_head_weight.requires_grad or (lm_head_bias is not None and lm_head_bias.requires_grad)
     )
@@ -111,15 +135,21 @@ def linear_policy_loss(
         logps, entropy = _logps(head, module, ids, index, True)
         out = policy.attach(logps, policy.evaluate(variant, logps, inputs, values), inputs)
     else:
-        terms: list[policy.Terms] = []
+        evaluated: list[policy.Terms] = []
+
+        def evaluate(n: Tensor) -> policy.Terms:
+            evaluated.append(policy.evaluate(variant, n, inputs, values))
+            return evaluated[0]
+
         loss, logps, entropy = _FusedLoss.apply(
-            hidden, lm_head_weight, lm_head_bias, head, module, ids, index, gradient,
-            lambda n: terms.append(policy.evaluate(variant, n, inputs, values)) or terms[0],
-        )  # fmt: skip
-        out = LossOutput(loss, logps, terms[0].metrics)
+            hidden, lm_head_weight, lm_head_bias, head, module, ids, index, gradient, evaluate
+        )
+        out = LossOutput(loss, logps, evaluated[0].metrics)
     out.metrics["entropy"] = policy.token_metric(entropy, mask.bool())
-    # Last, since it waits for the device: everything above is queued by then.
-    checks.check_finite("the policy's per-token log-probs", logps, mask)
+    # On a GPU every check comes last: it waits for the device, and everything above is queued by then.
+    with checks.collecting(questions):
+        checks.check_finite("the policy's per-token log-probs", logps, mask)
+    checks.settle(questions)
     if variant.vocabulary is not None and values["beta"] > 0:
         from losses.divergence import exact_kl  # it stands on this module
 
@@ -169,9 +199,10 @@ def _active(mask: Tensor | None) -> Tensor | None:
     return None if len(index) == mask.numel() else index
 
 
-def _safe_ids(ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Flat ids, 0 where masked: what padding holds need not be a token."""
-    return (ids if mask is None else torch.where(mask.bool(), ids, 0)).reshape(-1).long()
+def _safe_ids(ids: Tensor, mask: Tensor | None, weight: Tensor) -> Tensor:
+    """Flat ids, 0 where masked: what padding holds need not be a token. On a GPU within the vocabulary, refused or not."""
+    ids = (ids if mask is None else torch.where(mask.bool(), ids, 0)).reshape(-1).long()
+    return ids.clamp(0, weight.shape[0] - 1) if ids.is_cuda else ids
 
 
 def _raise_second_backward(ctx: Any) -> None:
@@ -189,6 +220,11 @@ def scale_rows_(u: Tensor, g: Tensor) -> Tensor:
         for part, row in zip(flat.split(1024), rows.split(1024), strict=True):
             part.copy_(part.float() * row)
     return u
+
+
+def _scaled(module: Any, u: Tensor, g: Tensor) -> Tensor:
+    """`scale_rows_`, by the backend's own kernel where it has one."""
+    return getattr(module, "scale_rows_", scale_rows_)(u, g)
 
 
 class _Logps(torch.autograd.Function):
@@ -211,7 +247,7 @@ class _Logps(torch.autograd.Function):
         if ctx.frozen:
             _raise_second_backward(ctx)
             u, ctx.u = ctx.u, None
-            return scale_rows_(u, g), None, None, None, None, None, None, None
+            return _scaled(ctx.module, u, g), None, None, None, None, None, None, None
         hidden, weight, *bias = ctx.saved_tensors
         head = replace(ctx.head, hidden=hidden, weight=weight, bias=bias[0] if bias else None)
         grads = ctx.module.backward(head, ctx.ids, ctx.index, g, ctx.needs_input_grad[:3])
@@ -229,7 +265,7 @@ class _FusedLoss(torch.autograd.Function):
         )  # fmt: skip
         loss = evaluate(done.logps)
         ctx.used = False
-        ctx.grads = (done.u, done.d_weight, done.d_bias)
+        ctx.grads, ctx.module = (done.u, done.d_weight, done.d_bias), module
         ctx.g, ctx.dtypes = loss.grad, (weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(done.logps, done.entropy)
         return loss.loss.clone(), done.logps, done.entropy
@@ -238,7 +274,9 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx, grad, *_):
         _raise_second_backward(ctx)
         (u, d_weight, d_bias), ctx.grads = ctx.grads, None
-        d_hidden = None if u is None else scale_rows_(u, ctx.g * grad)
-        d_weight = None if d_weight is None else d_weight.mul_(grad).to(ctx.dtypes[0])
-        d_bias = None if d_bias is None else d_bias.mul_(grad).to(ctx.dtypes[1])
+        d_hidden = None if u is None else _scaled(ctx.module, u, ctx.g * grad)
+        d_weight, d_bias = (
+            None if d is None else torch.mul(d, grad, out=d if d.dtype == dtype else torch.empty_like(d, dtype=dtype))
+            for d, dtype in zip((d_weight, d_bias), ctx.dtypes, strict=True)
+        )
         return d_hidden, d_weight, d_bias, None, None, None, None, None, None
