@@ -1,193 +1,199 @@
-"""python -m losses.bench at small sizes: what it reports, that a wrong row stops it, and what it refuses."""
+"""The benchmark: its gate lets nothing wrong pass, its figures are what they say, and its options are checked."""
 
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
-import subprocess
-import sys
-from pathlib import Path
+import math
+import time
 
 import pytest
 import torch
 
-import losses
-from losses import bench
-from tests.losses.common import BACKENDS
+from losses import bench, bench_rows
+from losses.bench_gate import Gate
+from losses.bench_rows import ROWS, TERMS, Entry, Problem, Row, Shape
+from tests import oracles
 
-SMALL = ["--tokens", "48", "--hidden", "16", "--vocab", "96", "--device", "cpu", "--reps", "2"]
-QUICK = [*SMALL, "--no-memory", "--json"]
-
-
-@pytest.fixture(autouse=True)
-def few_objects_to_collect():
-    """The benchmark collects garbage before every round: what torch's import left need not be walked each time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+SMALL = Shape(tokens=96, hidden=16, vocab=331, batch=3)
+SMALL_OPTIONS = ["--tokens", "96", "--batch", "3", "--hidden", "16", "--vocab", "331", "--reps", "2", "--device", "cpu"]
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = bench.main([*QUICK, *arguments])
-    out = capsys.readouterr()
-    return code, out.out, out.err
+def run(capsys, *options: str) -> tuple[int, str, str]:
+    code = bench.main([*SMALL_OPTIONS, *options])
+    said = capsys.readouterr()
+    return code, said.out, said.err
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+# ---------------------------------------------------------------------------------------------------------------- gate
+
+
+@pytest.mark.parametrize("variant", TERMS)
 @pytest.mark.parametrize("head", ["frozen", "train"])
-def test_report(capsys, dtype, head):
-    code, out, _ = run(capsys, "--dtype", dtype, "--head", head, "--variant", "all", "--batch", "4")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_right_rows_pass(variant, head, dtype):
+    problem = Problem.make(dataclasses.replace(SMALL, head=head, dtype=dtype))
+    gate = Gate(problem, samples=16)
+    for name in ("full", "reference", "chunked"):
+        checked = gate.check(Entry(ROWS[name], variant))
+        assert checked["ok"], (name, checked)
+        assert set(checked["errors"]) == {"loss", "d_hidden"} | ({"d_weight"} if head == "train" else set())
+
+
+@pytest.mark.parametrize("variant", TERMS)
+def test_the_exact_values_are_the_oracles(variant):
+    """The oracle knows nothing of the benchmark: full logits and autograd in float64, formulas from the papers."""
+    problem = Problem.make(dataclasses.replace(SMALL, head="train"))
+    gate = Gate(problem, samples=16)
+    exact = gate.exact(variant)
+    batch = oracles.Batch(problem.ids, torch.ones_like(problem.ids), problem.advantages.double(), ref=problem.ref)
+    options = oracles.Options(beta=bench_rows.BETA)
+    want = oracles.evaluate(oracles.DEFINITIONS[variant], problem.hidden, problem.weight, batch, options)
+    torch.testing.assert_close(exact["loss"][0], want.loss, rtol=1e-10, atol=0)
+    torch.testing.assert_close(exact["d_hidden"][0], want.hidden.view(-1, 16)[gate.tokens], rtol=1e-8, atol=1e-14)
+    torch.testing.assert_close(exact["d_weight"][0], want.weight[gate.words], rtol=1e-8, atol=1e-14)
+
+
+WRONG = {
+    "loss": lambda loss, hidden, weight: loss * 1.001,
+    "d hidden by a factor": lambda loss, hidden, weight: loss + (hidden - hidden.detach()).sum() * 1e-4,
+    "no gradient": lambda loss, hidden, weight: loss.detach() + 0 * hidden.sum() + 0 * weight.sum(),
+    "d weight": lambda loss, hidden, weight: loss + (weight - weight.detach()).sum() * 1e-4,
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_wrong_row_stops_the_report(fault, monkeypatch, tmp_path, capsys):
+    def wrong(problem, hidden, weight, variant):
+        return WRONG[fault](ROWS["full"].run(problem, hidden, weight, variant), hidden, weight)
+
+    monkeypatch.setitem(ROWS, "wrong", Row("wrong", "wrong", wrong))
+    out = tmp_path / "out"
+    code, said, complaint = run(capsys, "--rows", "full,wrong", "--head", "train", "--out", str(out))
+    assert code == 1
+    assert "RED wrong[reference]" in complaint and "ok  full[reference]" in complaint
+    assert said == "" and not out.exists()
+
+
+@pytest.mark.parametrize("variant", [v for v in TERMS if v != "reference"])
+def test_another_variants_loss_does_not_pass(variant):
+    def other(problem, hidden, weight, _):
+        return ROWS["chunked"].run(problem, hidden, weight, variant)
+
+    checked = Gate(Problem.make(SMALL)).check(Entry(Row("other", "other", other), "reference"))
+    assert not checked["ok"]
+
+
+def test_a_row_that_rounds_its_logits_to_half_does_not_pass_in_float32():
+    def rounds(problem, hidden, weight, variant):
+        logits = (hidden.view(-1, hidden.shape[-1]) @ weight.t()).bfloat16().float()
+        logps = torch.log_softmax(logits, -1).gather(1, problem.ids.view(-1, 1)).squeeze(1)
+        return bench_rows.plain_loss(problem, logps, variant)
+
+    checked = Gate(Problem.make(SMALL)).check(Entry(Row("rounds", "rounds", rounds), "reference"))
+    assert checked["errors"]["d_hidden"][0] > checked["errors"]["d_hidden"][1]
+
+
+# ------------------------------------------------------------------------------------------------------ time and memory
+
+
+needs_proc = pytest.mark.skipif(not bench.CLEAR_REFS.exists(), reason="no high-water mark of this process to reset")
+
+
+@needs_proc
+def test_peak_memory_is_that_of_the_work():
+    def work(n: int) -> None:
+        a = torch.ones(n << 20, dtype=torch.uint8)
+        b = a + 1
+        del a, b
+
+    small, large = bench.peak_extra(lambda: work(20), "cpu"), bench.peak_extra(lambda: work(120), "cpu")
+    assert small is not None and large is not None
+    assert 2 * 95 * 2**20 < large - small < 2 * 105 * 2**20
+
+
+@needs_proc
+def test_memory_of_a_row_leaves_out_inputs_and_gradients():
+    """d hidden and d weight are 32 MiB each; `full` holds 16 MiB of logits more than once, `chunked` once at most."""
+    problem = Problem.make(Shape(tokens=1024, hidden=8192, vocab=1024, head="train"))
+    logits = 4 * 1024 * 1024
+    full = bench.memory(Entry(ROWS["full"], "reference"), problem)
+    assert full is not None
+    assert 1.5 * logits < full < 32 * 2**20
+
+
+def test_seconds_are_those_of_the_work():
+    wall, processor = bench.seconds(lambda: time.sleep(0.05), "cpu")
+    assert 0.05 <= wall < 1
+    assert processor < 0.04
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def test_report(capsys, tmp_path):
+    out = tmp_path / "a/b"
+    options = ["--rows", "full,chunked", "--variant", "all", "--json", "--no-memory", "--out", str(out)]
+    code, said, _ = run(capsys, *options)
     assert code == 0
-    result = json.loads(out)
-    rows = {(row["row"], row["variant"]) for row in result["rows"]}
-    assert rows >= {(name, variant) for name in BACKENDS for variant in losses.founding} | {("full", "reference")}
+    result = json.loads(said)
+    name = "cpu-float32-frozen-96x16x331"
+    assert json.loads((out / f"{name}.json").read_text()) == result
+    rows = [(row["row"], row["variant"]) for row in result["rows"]]
+    assert rows == [("full", "reference"), *(("chunked", v) for v in TERMS)]
     for row in result["rows"]:
-        assert set(row["errors"]) == {"loss", "d_hidden"} | ({"d_weight"} if head == "train" else set())
-        assert all(0 <= error <= limit for error, limit in row["errors"].values())
-        assert len(row["wall"]["rounds"]) == 2
+        assert len(row["wall"]["rounds"]) == result["reps"] == 2
         assert 0 < row["wall"]["min"] <= row["wall"]["median"] <= row["wall"]["max"]
-        assert row["peak_extra_bytes"] is None
-    full = next(row for row in result["rows"] if row["row"] == "full")
-    assert full["wall_over_full"]["median"] == 1.0
-    assert {"commit", "date", "command", "python", "packages", "device", "threads"} <= set(result["provenance"])
-    assert result["shape"]["dtype"] == dtype
+        ratios = [a / b for a, b in zip(row["wall"]["rounds"], result["rows"][0]["wall"]["rounds"], strict=True)]
+        assert math.isclose(row["wall_over_full"]["median"], sum(ratios) / 2)
+    source = result["provenance"]
+    assert source["packages"]["torch"] == torch.__version__ and source["threads"] == torch.get_num_threads()
+    assert "--variant all" in source["command"]
+    assert source["commit"] is None or len(source["commit"]) == 40
+    page = (out / f"{name}.md").read_text()
+    for row in result["rows"]:
+        assert f"| {row['label']} | {row['variant']} | {row['wall']['median']:.3f} " in page
+    assert source["date"] in page and page.count("ok  ") == len(rows)
+    result["rows"][0]["peak_extra_bytes"] = 1234 * 2**20
+    assert "| 1,234 MiB |" in bench.markdown(result)
 
 
-def scaled(factor: float):
-    """A backend whose value is right and whose gradient is not."""
-
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * factor
-
-    def wrong(hidden, weight, inputs, variant, **options):
-        out = original(hidden, weight, inputs, variant, **options)
-        spoilt = Scale.apply(out.loss) if options["backend"] == "chunked" else out.loss
-        return dataclasses.replace(out, loss=spoilt)
-
-    original = losses.linear_policy_loss
-    return wrong
-
-
-@pytest.mark.parametrize("factor", [1.001, 0.5, 0.0, float("nan")])
-def test_a_wrong_gradient_stops_everything(capsys, monkeypatch, factor):
-    monkeypatch.setattr(losses, "linear_policy_loss", scaled(factor))
-    code, out, err = run(capsys)
-    assert code == 1 and out == ""
-    red = [line for line in err.splitlines() if line.startswith("RED")]
-    assert len(red) == 1 and "chunked[reference]" in red[0]
-
-
-@pytest.mark.parametrize("factor", [1.001, float("nan")])
-def test_a_wrong_value_stops_everything(capsys, monkeypatch, factor):
-    original = losses.linear_policy_loss
-
-    def wrong(hidden, weight, inputs, variant, **options):
-        out = original(hidden, weight, inputs, variant, **options)
-        return dataclasses.replace(out, loss=out.loss + (out.loss * (factor - 1)).detach())
-
-    monkeypatch.setattr(losses, "linear_policy_loss", wrong)
-    code, out, err = run(capsys)
-    assert code == 1 and out == ""
-    assert err.count("RED") == len(BACKENDS)
-
-
-def test_a_wrong_row_measures_no_time(capsys, monkeypatch):
-    """The gate comes first: no round is timed once a row is wrong."""
-    monkeypatch.setattr(losses, "linear_policy_loss", scaled(0.9))
-    monkeypatch.setattr(bench, "times", lambda *_: pytest.fail("timed a wrong row"))
-    assert run(capsys)[0] == 1
-
-
-def test_the_gate_s_terms_are_the_library_s():
-    """The benchmark writes the founding terms again; they are those of the registry, in value and slope."""
-    from losses.bench_rows import BETA, TERMS
-
-    assert set(TERMS) == set(losses.founding)
-    rng = torch.Generator().manual_seed(3)
-    n, p = (-4 * torch.rand(3, 5, generator=rng, dtype=torch.float64) for _ in range(2))
-    a = torch.randn(3, generator=rng, dtype=torch.float64)
-    for name, term in TERMS.items():
-        mine, theirs = n.clone().requires_grad_(True), n.clone().requires_grad_(True)
-        inputs = losses.LossInputs(torch.zeros(3, 5, dtype=torch.long), torch.ones(3, 5), a, ref_per_token_logps=p)
-        loss = losses.policy_loss(mine, inputs, name, beta=BETA).loss
-        want = term(theirs, p, a[:, None]).mean(1).mean()
-        torch.testing.assert_close(loss, want, rtol=1e-12, atol=1e-12)
-        loss.backward()
-        want.backward()
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-12)
-
-
-def test_files_and_markdown(capsys, tmp_path):
-    assert bench.main([*SMALL, "--no-memory", "--out", str(tmp_path / "new" / "folder")]) == 0
-    text = capsys.readouterr().out
-    (written,) = (tmp_path / "new" / "folder").glob("*.md")
-    (encoded,) = (tmp_path / "new" / "folder").glob("*.json")
-    assert written.read_text(encoding="utf-8") == text
-    result = json.loads(encoded.read_text(encoding="utf-8"))
-    assert all(row["label"] in text for row in result["rows"])
-    assert "48" in written.stem and "float32" in written.stem
+def test_without_full_there_is_no_ratio(capsys):
+    code, said, _ = run(capsys, "--rows", "chunked", "--no-memory")
+    assert code == 0
+    assert "| ours: chunked | reference |" in said and "not measured" in said
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("options", "named"),
     [
         (["--rows", "chunkd"], "chunked"),
-        (["--rows", "triton"], "triton"),
-        (["--variant", "refrence"], "refrence"),
-        (["--tokens", "0"], "tokens"),
-        (["--reps", "0"], "reps"),
-        (["--warm-up", "-1"], "warm-up"),
-        (["--tokens", "10", "--batch", "3"], "multiple"),
+        (["--rows", "triton"], "cuda only"),
+        (["--variant", "forwardkl"], "forward_kl"),
+        (["--tokens", "0"], "--tokens"),
+        (["--tokens", "97"], "--batch"),
+        (["--reps", "0"], "--reps"),
+        (["--warm-up", "-1"], "--warm-up"),
         (["--dtype", "float8"], "float8"),
+        (["--head", "frozn"], "frozn"),
     ],
 )
-def test_refusals(capsys, arguments, said):
-    with pytest.raises(SystemExit) as caught:
-        bench.main([*QUICK, *arguments])
-    assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+def test_bad_options_are_named(options, named, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        bench.main([*SMALL_OPTIONS, *options])
+    assert stopped.value.code == 2
+    assert named in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there")
-def test_cuda_where_there_is_none_is_refused(capsys):
+def test_a_row_whose_package_is_missing_is_refused(monkeypatch):
+    monkeypatch.setitem(ROWS, "full", dataclasses.replace(ROWS["full"], package="no_such_package"))
+    with pytest.raises(ValueError, match="no_such_package is not installed"):
+        bench_rows.choose_rows("full", "cpu")
+    assert "full" not in [row.name for row in bench_rows.choose_rows("all", "cpu")]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_a_device_is_refused(capsys):
     with pytest.raises(SystemExit):
-        bench.main(["--device", "cuda"])
-    assert "CUDA" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not bench.CLEAR_REFS.exists(), reason="needs Linux's high-water mark")
-def test_memory_from_the_command_line(tmp_path):
-    """As a user runs it: `chunked` far below full logits, which are 128 MiB here, several times over."""
-    shape = [
-        "--tokens",
-        "2048",
-        "--hidden",
-        "8",
-        "--vocab",
-        "16384",
-        "--device",
-        "cpu",
-        "--reps",
-        "1",
-        "--warm-up",
-        "0",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "losses.bench", *shape, "--rows", "full,chunked", "--json"],
-        capture_output=True,
-        text=True,
-        cwd=Path(bench.__file__).parent.parent,
-    )
-    assert done.returncode == 0, done.stderr
-    peaks = {row["row"]: row["peak_extra_bytes"] for row in json.loads(done.stdout)["rows"]}
-    if None in peaks.values():
-        pytest.skip("the system does not let a process reset its high-water mark")
-    assert peaks["full"] > 200 * 2**20
-    assert 0 < peaks["chunked"] < 160 * 2**20
+        bench.main([*SMALL_OPTIONS[:-1], "cuda"])
+    assert "no CUDA device" in capsys.readouterr().err
