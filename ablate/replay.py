@@ -9,6 +9,7 @@ not a result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -324,7 +325,7 @@ def _results(batch: Batch, found: list[VariantTerms], parts: terms.Components, g
                 "kl_norm": second[i],
                 "surrogate_share": first[i] / both if both > 0 else None,
                 "kl_share": second[i] / both if both > 0 else None,
-                "cosine_surrogate_kl": _cosine(between[i], first[i], second[i]),
+                "cosine_surrogate_kl": _cosine(between[i], first[i] * second[i]),
                 "clip_fraction": clip,
                 "kl_own": t.metrics.get("kl_own"),
                 "exact_kl": t.direction,
@@ -337,21 +338,20 @@ def _results(batch: Batch, found: list[VariantTerms], parts: terms.Components, g
         "position_bins": terms.position_bins(batch),
         "layers": layers,
         "variants": variants,
-        "cosine": _cosines(rows["total"] @ whole @ rows["total"].T, norm),
-        "cosine_kl": _cosines(rows["kl"] @ whole @ rows["kl"].T, second),
+        "cosine": _cosines(rows["total"] @ whole @ rows["total"].T),
+        "cosine_kl": _cosines(rows["kl"] @ whole @ rows["kl"].T),
     }
 
 
-def _cosines(products: Tensor, norms: list[float]) -> list[list[float | None]]:
-    count = range(len(norms))
-    values = products.tolist()
-    return [
-        [1.0 if i == j and norms[i] > 0 else _cosine(values[i][j], norms[i], norms[j]) for j in count] for i in count
-    ]
+def _cosines(products: Tensor) -> list[list[float | None]]:
+    """From dot products; 1 to the last bit for equal gradients, None where one is 0."""
+    values = ((products + products.T) / 2).tolist()
+    count = range(len(values))
+    return [[_cosine(values[i][j], math.sqrt(max(0.0, values[i][i] * values[j][j]))) for j in count] for i in count]
 
 
-def _cosine(product: float, a: float, b: float) -> float | None:
-    return max(-1.0, min(1.0, product / (a * b))) if a > 0 and b > 0 else None
+def _cosine(product: float, size: float) -> float | None:
+    return max(-1.0, min(1.0, product / size)) if size > 0 else None
 
 
 def folder_of(request: Request, result: Mapping[str, Any]) -> Path:
@@ -363,9 +363,10 @@ def folder_of(request: Request, result: Mapping[str, Any]) -> Path:
 
 def main(overrides: Sequence[str], console: Console | None = None) -> int:
     """Replays, writes replay.json, table.md, table.csv, cosine.png and cosine.svg, prints the table; exit code 0."""
+    from ablate import runner
     from analysis import replay as shown
 
-    console = console or Console()
+    console = console or runner.make_console()
     request = parse(overrides)
     transformers.utils.logging.disable_progress_bar()
     with console.status("reading the run") as status:

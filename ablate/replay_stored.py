@@ -203,7 +203,7 @@ def _full(start: models.LoadedModel, path: Path) -> Any:
     try:
         weight_files(path)
         return replace(start, path=path, source=str(path)).build()
-    except (ValueError, OSError, RuntimeError) as error:
+    except Exception as error:  # safetensors, transformers and torch raise unrelated kinds
         raise ConfigError(f"policy: {path} cannot be loaded: {error}") from error
 
 
