@@ -9,7 +9,7 @@ from ablate.models.cache import cached, file_sha256, key_of
 
 log = logging.getLogger(__name__)
 
-CODE_VERSION = 1  # raise it when the conversion below gives other files
+CODE_VERSION = 2  # raise it when the conversion below gives other files
 MAGIC = b"GGUF"
 
 
