@@ -351,3 +351,31 @@ def test_samplers_log_probs_weigh_the_surrogate(folder: Path, tmp_path: Path) ->
     trainer.train()
     ratios = history(trainer, "sampling/importance_sampling_ratio/mean")
     assert len(ratios) == 3 and all(0 < r <= 3 and r != 1 for r in ratios)
+
+
+def test_qlora_trains_an_adapter_on_a_4_bit_base(folder: Path, tmp_path: Path) -> None:
+    """The reference is the 4-bit base with the adapter off: equal to the policy before the first update."""
+    from peft import LoraConfig
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+    )
+    trainer = AblationTrainer(
+        model=LlamaForCausalLM.from_pretrained(folder, quantization_config=quantization),
+        reward_funcs=[digits],
+        args=GRPOConfig(
+            output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, max_steps=3, beta=0.1,
+            per_device_train_batch_size=16, num_generations=4, max_completion_length=4, learning_rate=1e-2,
+            lr_scheduler_type="constant", logging_steps=1, save_strategy="no", gradient_checkpointing=False,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
+        processing_class=tiny_tokenizer("heldout"),
+        peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"),
+        loss_variant="reference",
+        engine=Scripted(),
+    )  # fmt: skip
+    trainer.train()
+    kl = history(trainer, "kl")
+    assert kl[0] == 0 and kl[-1] > 0
+    assert history(trainer, "weight_distance")[-1] > 0
