@@ -286,7 +286,8 @@ def cosine_matrix(replay: Replay) -> plots.Plot:
                 for j, c in enumerate(row):
                     tone = "#555555" if c is None else "white" if abs(c) > 0.65 else "black"
                     text = "–" if c is None else _two_digits(c)
-                    axes.text(j, i, text, ha="center", va="center", fontsize=6.5 if small else 5, color=tone)
+                    label = axes.text(j, i, text, ha="center", va="center", fontsize=6.5 if small else 5, color=tone)
+                    label.set_in_layout(False)  # it lies within its square
         policy = replay.data["policy"]
         off = f", policy of step {policy['step']}" if policy["off_policy"] else ""
         figure.suptitle(f"{replay.data['cell']}, step {replay.data['step']}{off}", fontsize=9)
