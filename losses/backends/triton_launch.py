@@ -28,7 +28,8 @@ from losses.backends.triton_tiles import INTERPRETED, Tiles, descriptor, tiles_f
 
 AUTOGRAD = False
 LOG2_E = 1.4426950408889634
-STORED_BYTES = 256 << 20  # of one chunk's exponentials
+STORED_BYTES = 256 << 20  # of one chunk's exponentials; twice that where a chunk must be longer to fill the GPU
+FILLING = 132 * 128 * 256  # rows x width at which e W has a tile for every multiprocessor of an H200
 ROWS_WITHOUT_STORE = 4096
 # (LIMIT, SHIFT), see `triton_kernels._tile`. float16 holds 2^-24 to 2^15: the shift uses the upper half of it.
 LIMITS = {torch.float16: (4.0, 11), torch.bfloat16: (60.0, 0), torch.float32: (60.0, 0)}
@@ -49,8 +50,10 @@ class _Chunk:
 class _Run:
     """One pass: operands prepared once, buffers shared by all chunks."""
 
-    def __init__(self, head: Head, ids: Tensor, index: Tensor | None, *, store: bool, entropy: bool) -> None:
-        self.head, self.index, self.store, self.entropy = head, index, store, entropy
+    def __init__(
+        self, head: Head, ids: Tensor, index: Tensor | None, *, store: bool, entropy: bool, trained: bool = False
+    ) -> None:
+        self.head, self.index, self.store, self.entropy, self.trained = head, index, store, entropy, trained
         self.device = head.hidden.device
         self.total = head.tokens if index is None else len(index)
         self.ids = ids if index is None else ids[index]
@@ -65,7 +68,7 @@ class _Run:
         self.e_dtype = torch.bfloat16 if self.float8 else head.dtype
         self.fused = self.e_dtype != torch.float32
         self.limit, self.shift = LIMITS[self.e_dtype]
-        self.tiles: Tiles = tiles_for(self.device, self.float8)
+        self.tiles: Tiles = tiles_for(self.device, self.width, self.float8)
         self.kappa = head.scale / head.temperature
         if head.softcap is None:
             self.inner, self.outer = 1.0, abs(self.kappa) * LOG2_E
@@ -101,8 +104,10 @@ class _Run:
         if self.head.chunk_size is not None:
             return min(self.head.chunk_size, self.total)
         if self.store or not self.fused:
-            size = self.e_dtype.itemsize
-            most = max(128, STORED_BYTES // (size * self.vocab) // 128 * 128)
+            fit = STORED_BYTES // (self.e_dtype.itemsize * self.vocab)
+            # d weight is read and written once a chunk: with longer chunks, less often.
+            wanted = 2 * fit if self.trained else FILLING // self.width
+            most = max(128, max(fit, min(2 * fit, wanted)) // 128 * 128)
         else:
             most = ROWS_WITHOUT_STORE
         parts = -(-self.total // most)
@@ -140,10 +145,15 @@ class _Run:
             BLOCK=min(2048, triton.next_power_of_2(self.width)), BLOCK_M=self.tiles.m,
             **(self._options() | {"DTYPE": TL_DTYPES[self.head.dtype]}),
         )  # fmt: skip
+        if self.trained:
+            # Rows of one token one after another, within each chunk.
+            chunk = torch.arange(self.total, device=self.device) // self.rows
+            self.order = torch.argsort(chunk * self.vocab + self.ids, stable=True)
         for i, start in enumerate(range(0, self.total, self.rows)):
             stop = min(start + self.rows, self.total)
             where = slice(start, stop) if self.index is None else self.index[start:stop]
             rows = self.head.rows(where).contiguous()
+            self.first = i == 0
             yield _Chunk(start, stop - start, where, rows, self.ids[start:stop], self.own[start:stop], self.marks[i])
 
     def softmax(self, c: _Chunk) -> None:
@@ -235,10 +245,9 @@ class _Run:
             triton_rows.scaled_rows[grid](
                 c.h, c.h.stride(0), self.inverse, grad, largest, c.start, self.index, rows, self.width, BLOCK=block
             )
-            _subtract_product(d_weight, e, rows, largest)
-            order = torch.argsort(c.ids, stable=True)
+            _add_product(d_weight, e, rows, largest, self.first)
             triton_rows.add_own_rows[grid](
-                d_weight, order, c.ids, c.h, c.h.stride(0), self.keep, grad, c.start, self.index, c.rows, self.width,
+                d_weight, self.order[c.start : c.start + c.rows], c.ids, c.h, c.h.stride(0), self.keep, grad, c.start, self.index, c.rows, self.width,
                 BLOCK=block,
             )  # fmt: skip
         if d_bias is not None:
@@ -259,7 +268,7 @@ def forward(
     needs: tuple[bool, bool, bool] = (False, False, False),
 ) -> Pass:
     """Log-probs, and on request the entropy, u, and with `token_gradient` the gradients of weight and bias."""
-    run = _Run(head, ids, index, store=keep_u or token_gradient is not None, entropy=entropy)
+    run = _Run(head, ids, index, store=keep_u or token_gradient is not None, entropy=entropy, trained=token_gradient is not None)
     shape = head.hidden.shape[:2]
     logps = torch.zeros(shape, dtype=torch.float32, device=run.device)
     out = Pass(logps, torch.zeros_like(logps) if entropy else None)
@@ -271,7 +280,7 @@ def forward(
     if token_gradient is not None:
         grad = torch.zeros_like(logps).view(-1)
         term = token_gradient.elementwise() if hasattr(token_gradient, "elementwise") else None
-        _allocate(out, head, needs)
+        _allocate(out, head, needs, run.total)
     with run.guard():
         for c in run.chunks():
             run.softmax(c)
@@ -290,9 +299,9 @@ def backward(
     head: Head, ids: Tensor, index: Tensor | None, g: Tensor, needs: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Gradients of hidden, weight and bias for d loss / d logps = g (B, T), from exponentials computed again."""
-    run = _Run(head, ids, index, store=True, entropy=False)
+    run = _Run(head, ids, index, store=True, entropy=False, trained=True)
     out = Pass(g)
-    _allocate(out, head, needs)
+    _allocate(out, head, needs, run.total)
     grad = g.detach().float().contiguous().view(-1)
     logps = torch.empty_like(grad)
     d_hidden = None
@@ -313,10 +322,24 @@ def backward(
     )
 
 
-def _allocate(out: Pass, head: Head, needs: tuple[bool, bool, bool]) -> None:
+def scale_rows_(u: Tensor, g: Tensor) -> Tensor:
+    """u (B, T, H), contiguous, times g (B, T) in place: multiplied in float32, rounded once."""
+    if u.numel():
+        width = u.shape[-1]
+        block = min(4096, triton.next_power_of_2(width))
+        with torch.cuda.device(u.device) if u.is_cuda else nullcontext():
+            triton_rows.scale_rows[(u.numel() // width, triton.cdiv(width, block))](
+                u, g.contiguous(), width, BLOCK=block
+            )
+    return u
+
+
+def _allocate(out: Pass, head: Head, needs: tuple[bool, bool, bool], tokens: int) -> None:
     device = head.weight.device
     if needs[1]:
-        out.d_weight = torch.zeros(head.weight.shape, dtype=torch.float32, device=device)
+        # The first chunk writes all of it.
+        make = torch.empty if tokens else torch.zeros
+        out.d_weight = make(head.weight.shape, dtype=torch.float32, device=device)
     if needs[2]:
         out.d_bias = torch.zeros(head.weight.shape[0], dtype=torch.float32, device=device)
 
@@ -331,15 +354,18 @@ def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
 
 
-def _subtract_product(total: Tensor, e: Tensor, rows: Tensor, largest: Tensor | None) -> None:
-    """total (V, H, float32) -= largest e^T rows."""
+def _add_product(total: Tensor, e: Tensor, rows: Tensor, largest: Tensor | None, first: bool) -> None:
+    """total (V, H, float32) += largest e^T rows; with `first` total is written, whatever it holds."""
     if largest is not None:
         # The factor is known only to the device; a block of the vocabulary at a time keeps the product's own memory small.
-        for first in range(0, total.shape[0], 16384):
-            part = torch.empty_like(total[first : first + 16384])
-            _mm(e[:, first : first + 16384].t(), rows, part)
-            total[first : first + 16384].sub_(part.mul_(largest))
+        for start in range(0, total.shape[0], 16384):
+            part = torch.empty_like(total[start : start + 16384])
+            _mm(e[:, start : start + 16384].t(), rows, part)
+            part.mul_(largest)
+            total[start : start + 16384].copy_(part) if first else total[start : start + 16384].add_(part)
+    elif first:
+        _mm(e.t(), rows, total)
     elif e.dtype == total.dtype or not e.is_cuda:
-        total.addmm_(e.t().to(total.dtype), rows.to(total.dtype), alpha=-1)
+        total.addmm_(e.t().to(total.dtype), rows.to(total.dtype))
     else:
-        torch.addmm(total, e.t(), rows, out_dtype=total.dtype, alpha=-1, out=total)
+        torch.addmm(total, e.t(), rows, out_dtype=total.dtype, out=total)

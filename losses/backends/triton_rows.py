@@ -122,17 +122,26 @@ def own_minus_mixture(
 
 @triton.jit
 def scaled_rows(h, h_stride, first, second, largest, start, positions, out, width, BLOCK: tl.constexpr):
-    """out (rows, width) = h x first x second[position] / largest, in out's dtype; rounded once."""
+    """out (rows, width) = -h x first x second[position] / largest, in out's dtype; rounded once."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = start + row
     if positions is not None:
         place = tl.load(positions + place)
-    factor = tl.load(first + row) * tl.load(second + place)
+    factor = -tl.load(first + row) * tl.load(second + place)
     if largest is not None:
         factor /= tl.load(largest)
     value = tl.load(h + row * h_stride + k, mask=k < width, other=0.0).to(tl.float32) * factor
     tl.store(out + row * width + k, value.to(out.dtype.element_ty), mask=k < width)
+
+
+@triton.jit
+def scale_rows(u, g, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = u + row * width + k
+    value = tl.load(at, mask=k < width, other=0.0).to(tl.float32) * tl.load(g + row)
+    tl.store(at, value.to(u.dtype.element_ty), mask=k < width)
 
 
 @triton.jit
@@ -141,9 +150,9 @@ def add_own_rows(
 ):  # fmt: skip
     """total[y] += keep g h over the chunk's rows, each token's rows by one program in order: the same bits every time."""
     i = tl.program_id(0)
-    row = tl.load(order + i).to(tl.int64)
+    row = tl.load(order + i) - start
     token = tl.load(ids + row).to(tl.int64)
-    before = tl.load(order + tl.maximum(i - 1, 0)).to(tl.int64)
+    before = tl.load(order + tl.maximum(i - 1, 0)) - start
     if (i == 0) | (tl.load(ids + before).to(tl.int64) != token):
         k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(total + token * width + k, mask=k < width, other=0.0)
@@ -155,7 +164,7 @@ def add_own_rows(
             factor = tl.load(keep + row) * tl.load(grad + place)
             value += tl.load(h + row * h_stride + k, mask=k < width, other=0.0).to(tl.float32) * factor
             i += 1
-            row = tl.load(order + tl.minimum(i, rows - 1)).to(tl.int64)
+            row = tl.load(order + tl.minimum(i, rows - 1)) - start
             more = (i < rows) & (tl.load(ids + row).to(tl.int64) == token)
         tl.store(total + token * width + k, value, mask=k < width)
 

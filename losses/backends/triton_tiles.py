@@ -27,7 +27,7 @@ class Tiles:
     tma: bool
     per_sm: int = 0  # programs per multiprocessor that share the tiles; 0: one program per tile
 
-    flatten: bool = True  # prefetch the next tile's operands during the epilogue
+    flatten: bool = False  # prefetch the next tile's operands during the epilogue
 
     def programs(self, device: torch.device) -> int:
         return self.per_sm * _multiprocessors(device) if self.per_sm else 0
@@ -37,14 +37,19 @@ INTERPRETER = Tiles(m=16, n=16, k=16, group=2, warps=4, stages=1, tma=True)
 AMPERE = Tiles(m=128, n=128, k=64, group=8, warps=4, stages=3, tma=False)
 HOPPER_FLOAT8 = Tiles(m=128, n=256, k=128, group=8, warps=8, stages=3, tma=True, per_sm=1)
 HOPPER = Tiles(m=128, n=256, k=64, group=8, warps=8, stages=3, tma=True, per_sm=1)
+# Short products are half epilogue: two programs on a multiprocessor, so that one's runs beside the other's product.
+HOPPER_NARROW = Tiles(m=128, n=128, k=64, group=8, warps=4, stages=3, tma=True)
+NARROW = 2048
 
 
-def tiles_for(device: torch.device, float8: bool) -> Tiles:
+def tiles_for(device: torch.device, width: int, float8: bool) -> Tiles:
     if device.type != "cuda":
         return INTERPRETER
     if float8:
         return HOPPER_FLOAT8
-    return HOPPER if torch.cuda.get_device_capability(device)[0] >= 9 else AMPERE
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return AMPERE
+    return HOPPER_NARROW if width < NARROW else HOPPER
 
 
 def tma_ready(x: Tensor) -> bool:

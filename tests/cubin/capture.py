@@ -52,16 +52,22 @@ def compiling_for(capability: int) -> Iterator[list[tuple[str, Any]]]:
         return kernel
 
     original = triton.runtime.jit.JITFunction.run
-    tiles = triton_tiles.HOPPER if capability >= 90 else triton_tiles.AMPERE
+
+    def tiles(_: Any, width: int, float8: bool) -> Any:
+        if capability < 90:
+            return triton_tiles.AMPERE
+        return triton_tiles.HOPPER_FLOAT8 if float8 else (
+            triton_tiles.HOPPER_NARROW if width < triton_tiles.NARROW else triton_tiles.HOPPER
+        )
     previous = driver._active if hasattr(driver, "_active") else None
     driver.set_active(_Driver(capability))
     try:
         with (
             mock.patch.object(triton.runtime.jit.JITFunction, "run", run),
-            mock.patch.object(triton_launch, "tiles_for", lambda *_: tiles),
+            mock.patch.object(triton_launch, "tiles_for", tiles),
             mock.patch.object(triton_tiles, "_multiprocessors", lambda _: 132),
             mock.patch.object(triton_launch, "_mm", lambda a, b, out: None),
-            mock.patch.object(triton_launch, "_subtract_product", lambda *_: None),
+            mock.patch.object(triton_launch, "_add_product", lambda *_: None),
             mock.patch.object(torch, "mm", _mm),
         ):
             yield compiled

@@ -144,6 +144,7 @@ def test_grad_scaler_loop():
     torch.manual_seed(0)
     _, head, inputs = problem(256, 64, 500, torch.float32)
     states = torch.randn(*inputs.completion_ids.shape, 32, device="cuda")
+    inputs.old_per_token_logps = torch.full(inputs.completion_ids.shape, -6.0, device="cuda")
 
     def train(half):
         torch.manual_seed(1)
@@ -194,7 +195,7 @@ def test_memory_does_not_grow_with_tokens():
 
 
 def test_padding_costs_nothing():
-    hidden, weight, inputs = problem(8192, 2048, 64_000)
+    hidden, weight, inputs = problem(16_384, 4096, 128_256)
 
     def milliseconds():
         times = []
@@ -208,5 +209,5 @@ def test_padding_costs_nothing():
         return statistics.median(times)
 
     full = milliseconds()
-    inputs.completion_mask[:, 1024:] = False
-    assert milliseconds() < 0.4 * full
+    inputs.completion_mask[:, 2048:] = False
+    assert milliseconds() < 0.3 * full

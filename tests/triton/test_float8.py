@@ -10,8 +10,10 @@ import torch
 
 from tests.losses.common import error, oracle
 from tests.strategies import make_case
-from tests.triton.common import HALF, run
+from tests.triton.common import DEVICE, HALF, run
 
+# Exponentials near a boundary of float8 may fall either way; the interpreter truncates to bfloat16 where a GPU rounds.
+CLOSER = 0.75 if DEVICE == "cuda" else 1.0
 LARGE = {"batch": 2, "length": 11, "width": 64, "vocab": 75, "mask_kind": "holes"}
 
 
