@@ -46,8 +46,9 @@ def run_cell(cell: Cell, directory: CellDir, on_step: OnStep) -> dict[str, Any]:
     args = grpo_config(cell, directory.path / ".trainer", device, task.max_completion_length)
     dataset = task.train_dataset(cell.seed)
     try:
+        model, live = engines.start(config, loaded, args, dataset["prompt"][:])
         trainer = AblationTrainer(
-            model=loaded.build(),
+            model=model,
             reward_funcs=task.reward_functions,
             args=args,
             train_dataset=dataset,
@@ -62,10 +63,10 @@ def run_cell(cell: Cell, directory: CellDir, on_step: OnStep) -> dict[str, Any]:
             loss_backend=config.loss.backend,
             loss_precision=config.loss.precision,
         )
-        trainer.engine = engines.get(config, trainer)
+        trainer.engine = engines.get(config, trainer, live)
         return _Run(cell, directory, on_step, trainer, task, loaded, dataset).run()
     finally:
-        trainer = None  # type: ignore[assignment]
+        trainer = model = None  # type: ignore[assignment]
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -247,6 +248,7 @@ class _Run:
             "loss_backend_why": why,
             "rollout": engine.name,
             "rollout_why": engine.why,
+            **({"engine": drawn.describe()} if (drawn := self.trainer.engine) and hasattr(drawn, "describe") else {}),
             "loss_params": self.trainer.loss_params,
         }
 

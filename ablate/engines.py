@@ -1,28 +1,142 @@
-"""Which rollout engine a cell uses, built from its config."""
+"""Which rollout engine a cell uses, built from its config; with vLLM the engine comes before the trainer's model."""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ablate import resolve
-from ablate.config import Config
+from ablate.errors import ConfigError
 from ablate.rollout import Engine
+
+if TYPE_CHECKING:
+    from ablate.config import Config
+    from ablate.rollout.vllm_live import Live, Spec
 
 # GRPOConfig fields that say how completions are drawn, under GenerationConfig's names
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+LONGEST_LOOKED_AT = 512  # prompts, the longest by characters, that are tokenised to find the longest
+FULL_STATE_BYTES = 12  # a trained parameter with its two moments, in float32
 
 
-def get(config: Config, trainer: Any) -> Engine:
-    """The engine that `rollout=` asks for, for a trainer. Raises ConfigError where it cannot be had."""
-    from ablate.rollout.transformers import TransformersEngine
+def start(config: Config, loaded: Any, args: Any, prompts: list[Any]) -> tuple[Any, Live | None]:
+    """(model for the trainer, vLLM engine or None) of a cell.
 
-    resolve.rollout(config.rollout, trainer.model.device.type)
+    loaded: the cell's `models.LoadedModel`. args: its GRPOConfig. prompts: the dataset's. With LoRA on an unquantised
+    base the model's weights are the engine's; elsewhere the model is built from its folder. Raises ConfigError, and
+    EngineError where vLLM does not start.
+    """
+    if resolve.rollout(config.rollout, config.device).name != "vllm":
+        return loaded.build(), None
+    from ablate.rollout import vllm_live
+    from ablate.rollout.vllm_share import CannotShare
+
+    live = vllm_live.acquire(vllm_spec(config, loaded, args, prompts))
+    try:
+        model, live.notes["base_weights_why"] = live.shared_model(), "one copy, in the engine"
+    except CannotShare as why:
+        model, live.notes["base_weights_why"] = loaded.build(), str(why)
+    return model, live
+
+
+def vllm_spec(config: Config, loaded: Any, args: Any, prompts: list[Any]) -> Spec:
+    """What a cell needs of a vLLM engine."""
+    from transformers import AutoConfig
+
+    from ablate.rollout import vllm_memory, vllm_sync
+    from ablate.rollout.vllm_live import Spec
+
+    _check_quantization(config.vllm)
+    rank = _rank(config)
+    folder = Path(loaded.path)
+    dtype = getattr(torch, config.train.dtype)
+    parameters = vllm_memory.parameters_of(AutoConfig.from_pretrained(folder, local_files_only=True))
+    shared = rank and config.vllm.get("share_weights") is not False and not config.vllm.get("quantization")
+    reserve = 0 if shared else parameters * (dtype.itemsize if rank else FULL_STATE_BYTES)
+    if rank:
+        vllm_sync.max_rank(rank)
+    return Spec(
+        folder=folder,
+        weights=loaded.sha256,
+        dtype=dtype,
+        device=torch.device(args.device if str(args.device) != "cuda" else "cuda:0"),
+        rank=rank,
+        need=vllm_memory.Need(
+            sequences=args.per_device_train_batch_size * args.steps_per_generation,
+            # Held-out prompts may be longer than any of training.
+            prompt=longest_prompt(prompts, loaded.tokenizer) * 3 // 2 + 16,
+            completion=args.max_completion_length,
+            reserve=reserve,
+        ),
+        options=dict(config.vllm),
+    )
+
+
+def longest_prompt(prompts: list[Any], tokenizer: Any) -> int:
+    """Tokens of the longest prompt, texts or conversations, chat template included."""
+
+    def size(prompt: Any) -> int:
+        return len(prompt) if isinstance(prompt, str) else sum(len(str(message["content"])) for message in prompt)
+
+    longest = 1
+    for prompt in sorted(prompts, key=size, reverse=True)[:LONGEST_LOOKED_AT]:
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt)["input_ids"]
+        else:
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        longest = max(longest, len(ids))
+    return longest
+
+
+def _rank(config: Config) -> int:
+    if not config.train.lora:
+        return 0
+    patterns = config.peft.get("rank_pattern") or {}
+    return max([int(config.peft.get("r", 16)), *map(int, patterns.values())])
+
+
+def _check_quantization(options: dict[str, Any]) -> None:
+    if options.get("quantization") != "bitsandbytes":
+        return
+    from importlib.metadata import version
+
+    minor = int(version("vllm").split(".")[1]) if importlib.util.find_spec("vllm") else 0
+    if minor >= 28 and importlib.util.find_spec("vllm_bnb_plugin") is None:
+        raise ConfigError(
+            "vllm.quantization=bitsandbytes: since 0.28 vLLM needs its plugin for it: pip install vllm-bnb-plugin"
+        )
+
+
+def get(config: Config, trainer: Any, live: Live | None = None) -> Engine:
+    """The engine that `rollout=` asks for, for a trainer. Raises ConfigError where it cannot be had.
+
+    live: what `start` gave for this cell.
+    """
     args = trainer.args
     sampling = {name: getattr(args, name) for name in SAMPLING_FIELDS}
+    sampling |= config.sampling
+    if resolve.rollout(config.rollout, trainer.model.device.type).name == "vllm":
+        from ablate.rollout.vllm import VllmEngine
+
+        if live is None:
+            raise ConfigError("rollout=vllm: the engine starts before the trainer; give what engines.start returned")
+        return VllmEngine(
+            live,
+            eos_token_ids=trainer.eos_token_ids,
+            max_completion_length=args.max_completion_length,
+            run_seed=args.seed,
+            options=sampling,
+            shared=live.notes.get("base_weights_why") == "one copy, in the engine",
+        )
+    from ablate.rollout.transformers import TransformersEngine
+
     return TransformersEngine(
         trainer.processing_class,
         eos_token_ids=trainer.eos_token_ids,
         max_completion_length=args.max_completion_length,
-        sampling={**sampling, **config.sampling},
+        sampling=sampling,
         batch_size=args.per_device_train_batch_size,
     )

@@ -58,6 +58,9 @@ class Meter:
         out["step_time"] = elapsed
         out["tokens_per_second"] = tokens / elapsed if elapsed > 0 else 0.0
         out["peak_memory_bytes"] = float(self._peak())
+        if self.device.type == "cuda":  # what the step took from the card and its allocator still holds
+            free, total = torch.cuda.mem_get_info(self.device)
+            out["memory/step_bytes"] = float(total - free)
         self._reset_peak()
         return out
 

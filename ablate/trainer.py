@@ -25,10 +25,10 @@ from trl import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
 import losses
-from ablate import lm_head, measure, trl_options
+from ablate import lm_head, measure, mismatch, trl_options
 from ablate.generation import EpochSampler, Generation, loss_mask
 from ablate.rewards import checked
-from ablate.rollout import Engine, derive_seed
+from ablate.rollout import Engine, Rollout, derive_seed
 
 
 class AblationTrainer(GRPOTrainer):
@@ -76,6 +76,7 @@ class AblationTrainer(GRPOTrainer):
         self._generation: Generation | None = None
         self._empty: list[bool] = []  # completions of the generation at hand that hold no token
         self._sampling_seed: int | None = None
+        self._drawn: Rollout | None = None  # what the engine gave for the generation at hand
         self._scored: tuple[list[Any], list[Any], Tensor, list[int]]
         self._pooled: dict[str, losses.Metric] = {}
         self._meter = measure.Meter(self.accelerator.device)
@@ -191,7 +192,7 @@ class AblationTrainer(GRPOTrainer):
                 step=self.state.global_step,
                 num_generations=num_generations,
             )
-        self._sampling_seed = seed
+        self._sampling_seed, self._drawn = seed, rollout
         # TRL reads the last token of every completion: an empty one becomes a lone end token that no mean counts.
         self._empty = [not ids for ids in rollout.completion_ids]
         ids = [row or [self.eos_token_ids[0]] for row in rollout.completion_ids]
@@ -206,7 +207,7 @@ class AblationTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         self._empty = [False] * len(inputs)
-        self._sampling_seed = None
+        self._sampling_seed = self._drawn = None
         output = super()._generate_and_score_completions(inputs)
         output["row"] = torch.arange(len(inputs), device=output["advantages"].device)
         empty = torch.tensor(self._empty, device=output["row"].device)
@@ -227,9 +228,20 @@ class AblationTrainer(GRPOTrainer):
                     batch.pop("ref_per_token_logps", None)
         self._set_normalisers(batches)
         self._generation = Generation(self, batches)
+        self._log_rollout(self._generation)
         self._set_advantages(batches)
         if self.on_generation is not None:
             self.on_generation(self._generation)
+
+    def _log_rollout(self, generation: Generation) -> None:
+        """The engine's own figures, and how far its log-probs are from the trainer's."""
+        figures = {} if self._drawn is None else dict(self._drawn.stats)
+        if generation.has("sampling_per_token_logps"):
+            old, sampling = (generation.column(f"{n}_per_token_logps") for n in ("old", "sampling"))
+            kept = None if self._drawn is None else self._drawn.log_kept
+            figures |= mismatch.figures(old, sampling, generation.column("completion_mask"), kept)
+        for name, value in figures.items():
+            self._metrics["train"][name].append(value)
 
     def _set_normalisers(self, batches: list[dict[str, Any]]) -> None:
         """Tokens and completions of every accumulation window, so that its micro-batches add up to the whole."""

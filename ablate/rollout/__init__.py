@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
@@ -12,11 +12,15 @@ class Rollout:
     """Completions of one generation, in the order of the prompts.
 
     completion_ids: token ids, the end token included where it was drawn. logps: the sampler's log-prob of each token
-    under the temperature-only distribution, or None where the engine gives none.
+    under the temperature-only distribution, or None where the engine gives none. log_kept: log of the probability mass
+    that min_p, top_p and top_k left at each token (an empty row where it is not known), None without truncation.
+    stats: figures of the engine, by metric name.
     """
 
     completion_ids: list[list[int]]
     logps: list[list[float]] | None = None
+    log_kept: list[list[float]] | None = None
+    stats: dict[str, float] = field(default_factory=dict)
 
 
 class Engine(Protocol):

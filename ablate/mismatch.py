@@ -1,0 +1,53 @@
+"""How far the sampler's log-probs are from the trainer's: the figures behind the importance ratio."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+QUANTILES = (0.05, 0.5, 0.95)
+
+
+def figures(old: Tensor, sampling: Tensor, mask: Tensor, log_kept: list[list[float]] | None = None) -> dict[str, float]:
+    """Differences per token, and ratios exp(sum(old - sampling)) per completion, by metric name.
+
+    old, sampling, mask: (B, T); log-probs under the temperature-only distribution, NaN where the sampler gave none.
+    log_kept: per completion, log of the mass that truncation kept at each of its tokens. With it the same figures are
+    given for the truncated distribution, whose ratio is the kept mass times the other and is never used as a weight:
+    it falls with every token and would scale the gradient by how much was cut.
+    """
+    mask = mask.bool() & ~torch.isnan(sampling)
+    if not mask.any():
+        return {}
+    difference = torch.where(mask, old.double() - sampling.double(), 0.0)
+    out = _figures("sampling/", difference, mask)
+    if log_kept is not None:
+        kept = torch.zeros_like(difference)
+        known = torch.zeros_like(mask)
+        for row, values in enumerate(log_kept):
+            kept[row, : len(values)] = torch.tensor(values[: kept.shape[1]], dtype=kept.dtype)
+            known[row, : len(values)] = True
+        known &= mask
+        if known.any():
+            out["sampling/kept_mass/mean"] = kept.exp()[known].mean().item()
+            out |= _figures("sampling/truncated/", torch.where(known, difference + kept, 0.0), known)
+    return out
+
+
+def _figures(prefix: str, difference: Tensor, mask: Tensor) -> dict[str, float]:
+    ratios = difference.sum(1)[mask.any(1)].exp()
+    size = difference[mask].abs()
+    out = {
+        f"{prefix}sampling_logp_difference/mean": size.mean().item(),
+        f"{prefix}sampling_logp_difference/max": size.max().item(),
+        f"{prefix}sequence_ratio/mean": ratios.mean().item(),
+        f"{prefix}sequence_ratio/min": ratios.min().item(),
+        f"{prefix}sequence_ratio/max": ratios.max().item(),
+    }
+    for q, value in zip(
+        QUANTILES,
+        ratios.quantile(torch.tensor(QUANTILES, dtype=ratios.dtype, device=ratios.device)).tolist(),
+        strict=True,
+    ):
+        out[f"{prefix}sequence_ratio/q{100 * q:02.0f}"] = value
+    return out

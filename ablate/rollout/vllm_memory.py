@@ -1,0 +1,204 @@
+"""Memory of an engine beside a trainer: what it may take, and giving the KV cache back between rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+GIB = 1 << 30
+MAX_SEQUENCES = 256
+SLACK = int(1.5 * GIB)  # CUDA context, graphs, activations of the engine
+SAMPLER_BYTES = 18  # per sequence and vocabulary entry, in vLLM's first sampler
+BLOCK = 128  # tokens; no backend takes larger KV blocks by default
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a rollout asks of an engine.
+
+    sequences: completions of one rollout. prompt, completion: the longest, in tokens. reserve: bytes that the trainer
+    will still take beside the engine while the engine generates.
+    """
+
+    sequences: int
+    prompt: int
+    completion: int
+    reserve: int = 0
+
+    @property
+    def length(self) -> int:
+        return self.prompt + self.completion
+
+
+def memory(device: torch.device) -> tuple[int, int]:
+    """(free, total) bytes of a device; of the host for the CPU."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)
+    import psutil
+
+    host = psutil.virtual_memory()
+    return int(host.available), int(host.total)
+
+
+def used(device: torch.device) -> int:
+    """Bytes in use on a CUDA device by all that runs there, as the driver counts them."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def kv_bytes_per_token(config: Any, dtype: torch.dtype, kv_cache_dtype: str = "auto") -> int:
+    """Bytes that one token takes in the KV cache of a dense transformer."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    width = 1 if str(kv_cache_dtype).startswith("fp8") else dtype.itemsize
+    return 2 * text.num_hidden_layers * heads * size * width
+
+
+def parameters_of(config: Any) -> int:
+    """Number of parameters of a transformers config's model, counted without allocating them."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in model.parameters())
+
+
+def plan(
+    config: Any,
+    need: Need,
+    dtype: torch.dtype,
+    device: torch.device,
+    given: Mapping[str, Any],
+    *,
+    free: int,
+    total: int,
+    parameters: int,
+) -> dict[str, Any]:
+    """Engine arguments from the memory that is free now and the longest completion.
+
+    given: engine arguments that the user has set; they are kept, and what follows from them is computed with them.
+    free, total: bytes of the device. parameters: of the model. Raises ValueError, with the way out, where not even one
+    completion fits.
+    """
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 20
+    if need.completion >= limit:
+        raise ValueError(f"train.max_completion_length={need.completion}: the model takes {limit} tokens in all")
+    length = int(given.get("max_model_len") or min(limit, need.length))
+    sequences = int(given.get("max_num_seqs") or min(max(1, need.sequences), MAX_SEQUENCES))
+    batched = int(given.get("max_num_batched_tokens") or max(4096 if device.type == "cuda" else 1024, sequences))
+    per_token = kv_bytes_per_token(config, dtype, given.get("kv_cache_dtype", "auto"))
+    weights = parameters * (0.65 if given.get("quantization") == "bitsandbytes" else dtype.itemsize)
+    sampler = SAMPLER_BYTES * sequences * config.get_text_config().vocab_size
+    if device.type == "cuda":
+        room = int(0.9 * (free - weights - need.reserve - sampler - SLACK))
+    else:
+        room = int(0.25 * (free - weights))
+    wanted = sequences * (math.ceil(length / BLOCK) + 1) * BLOCK * per_token
+    least = (math.ceil(length / BLOCK) + 2) * BLOCK * per_token
+    kv = int(given.get("kv_cache_memory_bytes") or max(least, min(wanted, room)))
+    if kv > free - weights and "kv_cache_memory_bytes" not in given:
+        raise ValueError(
+            f"rollout=vllm: one completion of {length} tokens needs {kv / GIB:.2f} GiB of KV cache beside "
+            f"{weights / GIB:.2f} GiB of weights, and {free / GIB:.2f} GiB are free: shorten "
+            "train.max_completion_length, say vllm.kv_cache_dtype=fp8, or rollout=transformers"
+        )
+    options: dict[str, Any] = {
+        "max_model_len": length,
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": batched,
+        "kv_cache_memory_bytes": kv,
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": True,
+        "enforce_eager": device.type != "cuda",
+    }
+    if device.type == "cuda":
+        # Start-up refuses where less than this share of the card is free, though the KV cache has its own size.
+        options["gpu_memory_utilization"] = round(max(0.01, min(0.95, 0.95 * free / total)), 3)
+        options["enable_sleep_mode"] = True
+    return {**options, **given}
+
+
+def rows_per_call(options: Mapping[str, Any], kv_tokens: int, longest: int) -> int:
+    """Completions of `longest` tokens, prompt included, that the KV cache holds at once, so that none is put back."""
+    blocks = math.ceil(longest / BLOCK) * BLOCK
+    return max(1, min(int(options["max_num_seqs"]), kv_tokens // blocks))
+
+
+class KVCache:
+    """Gives the KV cache's memory back to the device and takes it again; the weights stay where they are.
+
+    Only with vLLM's sleep mode, on CUDA; elsewhere both calls do nothing and return 0.
+    """
+
+    def __init__(self, llm: Any, worker: Any, device: torch.device) -> None:
+        self.llm, self.worker, self.device = llm, worker, device
+        self.able = device.type == "cuda" and bool(llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
+        self.asleep: str | None = None  # None, "kv_cache" or "all"
+
+    def reset(self) -> None:
+        """Forgets every cached prefix."""
+        if self.llm.reset_prefix_cache() is False:
+            self.llm.llm_engine.step()  # flushes requests that have just finished
+            if self.llm.reset_prefix_cache() is False:
+                raise RuntimeError("vLLM's prefix cache could not be emptied: requests are still running")
+
+    def release(self, weights: bool = False) -> int:
+        """Frees the cache, and with `weights` the engine's weights too, and returns the bytes that became free."""
+        if not self.able or self.asleep:
+            return 0
+        before = used(self.device)
+        self.reset()
+        torch.cuda.synchronize(self.device)
+        if weights:
+            self.worker.sleep(level=2)
+            self.asleep = "all"
+        else:
+            self._release_kv()
+            self.asleep = "kv_cache"
+        return before - used(self.device)
+
+    def _release_kv(self) -> None:
+        if hasattr(self.llm, "release_kv_cache_memory"):
+            self.llm.llm_engine.step()
+            self.llm.sleep(level=0)
+            self.llm.release_kv_cache_memory()
+            return
+        from vllm.device_allocator.cumem import CuMemAllocator, unmap_and_release
+
+        for block in CuMemAllocator.get_instance().pointer_to_data.values():
+            if block.tag == "kv_cache":
+                unmap_and_release(block.handle)
+
+    def wake_weights(self) -> bool:
+        """Maps released weights again, empty: whether there were any, which the caller must then fill."""
+        if self.asleep != "all":
+            return False
+        self._make_room()
+        self.worker.wake_up(tags=["weights"])
+        self.asleep = "kv_cache"
+        return True
+
+    def wake(self) -> None:
+        """Maps a released cache again, empty."""
+        if self.asleep is None:
+            return
+        if self.asleep == "all":
+            raise RuntimeError("the engine's weights are still released: wake_weights() comes first")
+        self._make_room()
+        if hasattr(self.llm, "release_kv_cache_memory"):
+            self.llm.wake_up(tags=["kv_cache"])
+        else:
+            self.worker.wake_up(tags=["kv_cache"])
+        self.asleep = None
+
+    def _make_room(self) -> None:
+        """Hands blocks that the trainer's allocator only keeps for later back to the driver, where they are needed."""
+        need = self.llm.llm_engine.vllm_config.cache_config.kv_cache_memory_bytes or 0
+        if torch.cuda.mem_get_info(self.device)[0] < need + SLACK:
+            torch.cuda.empty_cache()

@@ -1,0 +1,330 @@
+"""Rollouts by vLLM beside a trainer, measured on a CUDA device with random weights of known shapes.
+
+    python experiments/results/rollout/measure.py --out DIR [--parts small,memory,large,fp8,stock]
+
+    small   SmolLM2-135M's shape, LoRA r = 16, 64 completions of 256 tokens a step: step time by part, adapter refresh
+    memory  the same engine, 200 steps of 64 x 64 tokens: device memory after step 20 and after step 200
+    large   Llama-3.1-8B's shape, bf16 LoRA: memory without KV cache, release and wake, shared against unshared weights
+    fp8     tokens that a GiB of KV cache holds and log-prob mismatch, fp8 against bf16, on SmolLM2's shape
+    stock   the step of `small` by TRL's GRPOTrainer with colocated vLLM and sleep mode, in a process of its own
+
+Writes DIR/<part>.json as each part ends. Compare only what one call has measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+SHAPES = {
+    "smollm2": dict(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=8192, rope_theta=100000.0,
+    ),
+    "llama8b": dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256, tie_word_embeddings=False, max_position_embeddings=8192, rope_theta=500000.0,
+    ),
+}  # fmt: skip
+GIB = 1 << 30
+PROMPT = 32
+
+
+def folder(shape: str, with_weights: bool) -> Path:
+    """A folder with the shape's config, a tokenizer of its vocabulary, and random bf16 weights where asked for."""
+    path = Path(os.environ.get("MODELS", "/tmp/models")) / shape
+    if (path / "config.json").is_file():
+        return path
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    values = SHAPES[shape]
+    inner = Tokenizer(models.WordLevel({f"t{i}": i for i in range(values["vocab_size"])}, unk_token="t2"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="t0", eos_token="t1", unk_token="t2")
+    tokenizer.save_pretrained(path)
+    config = LlamaConfig(**values, pad_token_id=0, eos_token_id=1, bos_token_id=None, dtype="bfloat16")
+    config.architectures = ["LlamaForCausalLM"]
+    if with_weights:
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            model = LlamaForCausalLM(config).to(torch.bfloat16)
+        model.save_pretrained(path)
+    else:
+        config.save_pretrained(path)
+    return path
+
+
+def prompts(count: int) -> list[str]:
+    return [" ".join(f"t{100 + (i * 37 + k) % 900}" for k in range(PROMPT)) for i in range(count)]
+
+
+def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    return [sum(ids) % 101 / 101 for ids in completion_ids]
+
+
+def arguments(out: Path, rows: int, length: int, steps: int, **more: Any) -> Any:
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(out), bf16=True, report_to=[], disable_tqdm=True, save_strategy="no", logging_steps=1, seed=1,
+        per_device_train_batch_size=rows, num_generations=8, max_completion_length=length, max_steps=steps, beta=0.04,
+        learning_rate=1e-5, lr_scheduler_type="constant", gradient_checkpointing=False, loss_type="grpo", **more,
+    )  # fmt: skip
+
+
+def lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+class Clock:
+    """Seconds of each optimizer step, the device's queue drained, and device memory after each."""
+
+    def __init__(self) -> None:
+        import torch
+        from transformers import TrainerCallback
+
+        self.marks: list[float] = []
+        self.used: list[int] = []
+        outer = self
+
+        class Callback(TrainerCallback):
+            def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+                torch.cuda.synchronize()
+                outer.marks.append(time.perf_counter())
+                free, total = torch.cuda.mem_get_info()
+                outer.used.append(total - free)
+
+        self.callback = Callback()
+
+    def seconds(self) -> list[float]:
+        return [b - a for a, b in zip(self.marks, self.marks[1:], strict=False)]
+
+
+def median(values: list[float]) -> float:
+    return statistics.median(values)
+
+
+def spec(path: Path, rows: int, length: int, **options: Any) -> Any:
+    import torch
+
+    from ablate.rollout import vllm_memory
+    from ablate.rollout.vllm import Spec
+
+    need = vllm_memory.Need(sequences=rows, prompt=PROMPT + 16, completion=length)
+    return Spec(path, path.name, torch.bfloat16, torch.device("cuda:0"), 16, need, options)
+
+
+def train(live: Any, model: Any, rows: int, length: int, steps: int, shared: bool = True, **options: Any) -> dict:
+    """Steps of AblationTrainer on an engine: step times, memory, and the logged figures of every step."""
+    from datasets import Dataset
+
+    from ablate.models import load_tokenizer
+    from ablate.rollout.vllm import VllmEngine
+    from ablate.trainer import AblationTrainer
+
+    clock = Clock()
+    trainer = AblationTrainer(
+        model=model, reward_funcs=[reward], args=arguments(Path("/tmp/out"), rows, length, steps),
+        train_dataset=Dataset.from_dict({"prompt": prompts(64)}), processing_class=load_tokenizer(live.spec.folder),
+        peft_config=lora(), loss_variant="reference", loss_backend=backend(), callbacks=[clock.callback],
+    )  # fmt: skip
+    trainer.engine = VllmEngine(
+        live, eos_token_ids=[1], max_completion_length=length, run_seed=1, options=options, shared=shared
+    )
+    trainer.train()
+    logs = [row for row in trainer.state.log_history if "loss" in row]
+    parts = [k for k in logs[-1] if k.startswith(("rollout/", "time/", "memory/", "sampling/"))]
+    seconds = clock.seconds()
+    return {
+        "loss_backend": backend(),
+        "completions": rows,
+        "tokens": length,
+        "step_seconds_median": median(seconds[3:]),
+        "step_seconds": [round(s, 4) for s in seconds][:40],
+        "medians": {k: median([row[k] for row in logs[3:]]) for k in parts},
+        "direct_adapter_copy": live.adapter.direct,
+        "engine": trainer.engine.describe(),
+        "used_bytes": clock.used,
+    }
+
+
+_backend = ""
+
+
+def backend() -> str:
+    """The Triton backend where it runs here, the chunked one where not."""
+    global _backend
+    if not _backend:
+        import torch
+
+        import losses
+
+        try:
+            h = torch.randn(2, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            w = torch.randn(128, 64, device="cuda", dtype=torch.bfloat16)
+            ids = torch.randint(0, 128, (2, 8), device="cuda")
+            inputs = losses.LossInputs(ids, torch.ones_like(ids), torch.tensor([1.0, -1.0], device="cuda"))
+            losses.linear_policy_loss(h, w, inputs, "reference", beta=0.0, backend="triton").loss.backward()
+            _backend = "triton"
+        except Exception as error:
+            print("triton backend:", type(error).__name__, error)
+            _backend = "chunked"
+    return _backend
+
+
+def small() -> dict[str, Any]:
+    from ablate.rollout import vllm_live
+
+    live = vllm_live.acquire(spec(folder("smollm2", True), 64, 256))
+    return train(live, live.shared_model(), 64, 256, 24)
+
+
+def memory() -> dict[str, Any]:
+    from ablate.rollout import vllm_live
+
+    live = vllm_live.acquire(spec(folder("smollm2", True), 64, 256))
+    out = train(live, live.shared_model(), 64, 64, 200, min_p=0.05)
+    used = out.pop("used_bytes")
+    out |= {"used_after_20": used[19], "used_after_200": used[199], "growth": used[199] / used[19] - 1}
+    return out
+
+
+def large() -> dict[str, Any]:
+    import torch
+
+    from ablate.rollout import vllm_live, vllm_memory
+
+    vllm_live.release()
+    gc.collect()
+    torch.cuda.empty_cache()
+    device = torch.device("cuda:0")
+    before = vllm_memory.used(device)
+    path = folder("llama8b", False)
+    live = vllm_live.acquire(spec(path, 32, 128, load_format="dummy", enforce_eager=True))
+    model = live.shared_model()
+    weights = sum(p.numel() * p.element_size() for p in live.model.parameters())
+    live.kv.release()
+    torch.cuda.empty_cache()
+    without = vllm_memory.used(device) - before
+    out: dict[str, Any] = {
+        "weights_bytes": weights,
+        "device_bytes_before": before,
+        "bytes_without_kv": without,
+        "ratio": without / weights,
+        "kv_bytes": live.plan["kv_cache_memory_bytes"],
+    }
+    turns = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        t0 = time.perf_counter()
+        live.kv.wake()
+        torch.cuda.synchronize()
+        t1 = time.perf_counter()
+        freed = live.kv.release()
+        torch.cuda.synchronize()
+        turns.append((1e3 * (t1 - t0), 1e3 * (time.perf_counter() - t1), freed))
+    out["wake_ms"], out["release_ms"], out["freed_bytes"] = (median([t[i] for t in turns]) for i in range(3))
+    out["shared"] = train(live, model, 32, 128, 8)
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+    copy = live.shared_model()
+    for p in copy.parameters():
+        p.data = p.data.clone()
+    out["unshared"] = train(live, copy, 32, 128, 8, shared=False)
+    out["shared_over_unshared"] = out["shared"]["step_seconds_median"] / out["unshared"]["step_seconds_median"]
+    return out
+
+
+def fp8() -> dict[str, Any]:
+    from ablate.rollout import vllm_live
+
+    out: dict[str, Any] = {}
+    for kind in ("auto", "fp8"):
+        options = {"kv_cache_dtype": kind, "kv_cache_memory_bytes": 2 * GIB, "enforce_eager": True}
+        live = vllm_live.acquire(spec(folder("smollm2", True), 64, 256, **options))
+        out[kind] = {"tokens_per_gib": live.kv_tokens / 2} | train(live, live.shared_model(), 64, 128, 5)
+    out["ratio"] = out["fp8"]["tokens_per_gib"] / out["auto"]["tokens_per_gib"]
+    return out
+
+
+def stock() -> dict[str, Any]:
+    from datasets import Dataset
+    from trl import GRPOTrainer
+
+    from ablate.models import load_tokenizer
+
+    path = folder("smollm2", True)
+    clock = Clock()
+    trainer = GRPOTrainer(
+        model=str(path), reward_funcs=[reward],
+        args=arguments(
+            Path("/tmp/stock"), 64, 256, 16, use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=True,
+            vllm_gpu_memory_utilization=0.3, vllm_max_model_length=PROMPT + 16 + 256,
+            model_init_kwargs={"dtype": "bfloat16"},
+        ),
+        train_dataset=Dataset.from_dict({"prompt": prompts(64)}), processing_class=load_tokenizer(path),
+        peft_config=lora(), callbacks=[clock.callback],
+    )  # fmt: skip
+    trainer.train()
+    seconds = clock.seconds()
+    return {"step_seconds_median": median(seconds[3:]), "step_seconds": seconds, "used_bytes": clock.used}
+
+
+PARTS = {"small": small, "memory": memory, "large": large, "fp8": fp8, "stock": stock}
+
+
+def provenance() -> dict[str, Any]:
+    import peft
+    import torch
+    import transformers
+    import trl
+    import vllm
+
+    return {
+        "device": torch.cuda.get_device_name(),
+        "versions": {m.__name__: m.__version__ for m in (torch, transformers, trl, peft, vllm)},
+        "commit": os.environ.get("COMMIT"),
+        "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "command": " ".join(sys.argv),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--parts", default="small,memory,large,fp8,stock")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    asked = options.parts.split(",")
+    for part in asked:
+        if part == "stock" and len(asked) > 1:  # TRL starts an engine of its own
+            subprocess.run([sys.executable, __file__, "--out", str(options.out), "--parts", "stock"], check=False)
+            continue
+        started = time.perf_counter()
+        try:
+            result = PARTS[part]()
+        except Exception:
+            traceback.print_exc()
+            result = {"error": traceback.format_exc()}
+        result |= {"part": part, "wall_seconds": round(time.perf_counter() - started, 1), **provenance()}
+        (options.out / f"{part}.json").write_text(json.dumps(result, indent=1, default=str) + "\n")
+        brief = {k: v for k, v in result.items() if k not in ("step_seconds", "used_bytes", "error", "versions")}
+        print(part, json.dumps(brief, default=str)[:2500], flush=True)
+
+
+if __name__ == "__main__":
+    main()
