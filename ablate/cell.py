@@ -62,6 +62,7 @@ def run_cell(cell: Cell, directory: CellDir, on_step: OnStep) -> dict[str, Any]:
             },
             loss_backend=config.loss.backend,
             loss_precision=config.loss.precision,
+            reward_timeout=config.rewards.timeout,
         )
         trainer.engine = engines.get(config, trainer, live)
         return _Run(cell, directory, on_step, trainer, task, loaded, dataset).run()

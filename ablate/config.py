@@ -99,6 +99,13 @@ class EvalConfig:
 
 
 @dataclass
+class RewardsConfig:
+    """Reward functions, plain or async; each gets the whole batch of completions at once."""
+
+    timeout: float | None = _key(None, "seconds a reward function gets for a batch, then its rewards are None")
+
+
+@dataclass
 class Config:
     """One experiment: a grid of cells (variants x seeds x grid points) and what they share."""
 
@@ -119,6 +126,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
     trl: dict[str, Any] = _key({}, "fields of TRL's GRPOConfig")
     peft: dict[str, Any] = _key({}, "fields of PEFT's LoraConfig")
     sampling: dict[str, Any] = _key({}, "GenerationConfig fields, or vLLM's SamplingParams with rollout=vllm")
@@ -312,6 +320,8 @@ def validate(config: Config) -> None:
     ):
         if value is not None and not (math.isfinite(value) and value >= least):
             raise ConfigError(f"{key}={value}: must be a finite number, {least} or more")
+    if config.rewards.timeout is not None and not config.rewards.timeout > 0:
+        raise ConfigError(f"rewards.timeout={config.rewards.timeout}: give seconds above 0, or null for no limit")
     if loss.epsilon_high is not None and loss.epsilon is None:
         raise ConfigError(
             "loss.epsilon_high is set but loss.epsilon is null, so nothing is clipped: set loss.epsilon too"

@@ -39,6 +39,7 @@ class AblationTrainer(GRPOTrainer):
         loss_params: parameters of the variant beside or instead of GRPOConfig's (`{"epsilon": None}`: no clipping).
         loss_backend: see `losses.linear_policy_loss`. loss_precision: likewise.
         engine: draws the completions; None: TRL's own generation (vLLM included).
+        reward_timeout: seconds that a reward function gets for a batch; see `ablate.rewards.checked`.
         on_generation: called with the `Generation` of every batch of rollouts, after its log-probs are known.
 
     Everything else is GRPOTrainer's. Raises ValueError where GRPOConfig holds a loss option that would have no effect.
@@ -55,6 +56,7 @@ class AblationTrainer(GRPOTrainer):
         loss_precision: str = "auto",
         engine: Engine | None = None,
         on_generation: Callable[[Generation], None] | None = None,
+        reward_timeout: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)

@@ -1,0 +1,99 @@
+"""Reward functions over a batch: plain, async, slow, silent, wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from ablate import config as configs
+from ablate.rewards import checked
+
+BATCH = {"prompts": ["a"] * 3, "completions": ["x", "yy", "zzz"], "completion_ids": [[1]] * 3}
+
+
+def lengths(completions: list[str], **kwargs: Any) -> list[float]:
+    return [float(len(c)) for c in completions]
+
+
+async def lengths_later(completions: list[str], **kwargs: Any) -> list[float]:
+    await asyncio.sleep(0)
+    return lengths(completions)
+
+
+class Judge:
+    async def __call__(self, completions: list[str], **kwargs: Any) -> list[float | None]:
+        return [None, *lengths(completions)[1:]]
+
+
+def call(function: Any, **kwargs: Any) -> Any:
+    logged: list[tuple[str, float]] = []
+    result = function(**BATCH, log_metric=lambda name, value: logged.append((name, value)), **kwargs)
+    return (asyncio.run(result) if asyncio.iscoroutine(result) else result), logged
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0])
+@pytest.mark.parametrize("function", [lengths, lengths_later])
+def test_the_whole_batch_at_once(function: Any, timeout: float | None) -> None:
+    rewards, logged = call(checked(function, "f", timeout))
+    assert rewards == [1.0, 2.0, 3.0]
+    assert logged == ([] if timeout is None else [("rewards/f/timed_out", 0.0)])
+
+
+def test_an_object_may_be_async_and_give_none() -> None:
+    wrapped = checked(Judge(), "judge")
+    assert asyncio.iscoroutinefunction(wrapped)
+    assert call(wrapped)[0] == [None, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("kind", ["plain", "async"])
+def test_a_slow_function_gives_none(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    def plain(**kwargs: Any) -> list[float]:
+        time.sleep(2)
+        return [0.0] * 3
+
+    async def later(**kwargs: Any) -> list[float]:
+        await asyncio.sleep(60)
+        return [0.0] * 3
+
+    started = time.perf_counter()
+    rewards, logged = call(checked(plain if kind == "plain" else later, "slow", 0.05))
+    assert time.perf_counter() - started < 1.5
+    assert rewards == [None] * 3
+    assert logged == [("rewards/slow/timed_out", 1.0)]
+    assert "'slow' took longer than rewards.timeout=0.05 s at step 1" in caplog.text
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_errors_pass_through(timeout: float | None) -> None:
+    def broken(**kwargs: Any) -> list[float]:
+        raise KeyError("answer")
+
+    with pytest.raises(KeyError, match="answer"):
+        call(checked(broken, "broken", timeout))
+
+
+@pytest.mark.parametrize("timeout", [None, 5.0])
+@pytest.mark.parametrize("function", [lengths, lengths_later])
+def test_wrong_numbers_are_named(function: Any, timeout: float | None) -> None:
+    if function is lengths:
+
+        def short(**kwargs: Any) -> list[float]:
+            return lengths(**kwargs)[:2]
+    else:
+
+        async def short(**kwargs: Any) -> list[float]:
+            return (await lengths_later(**kwargs))[:2]
+
+    with pytest.raises(ValueError, match="'short' gave 2 rewards for 3"):
+        call(checked(short, "short", timeout))
+
+
+def test_the_limit_is_checked() -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        checked(lengths, "f", 0)
+    with pytest.raises(configs.ConfigError, match=r"rewards\.timeout=-1"):
+        configs.load(["rewards.timeout=-1"], check=False)
+    assert configs.load(["rewards.timeout=2.5"], check=False).rewards.timeout == 2.5
