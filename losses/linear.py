@@ -131,21 +131,22 @@ def linear_policy_loss(
         lm_head_weight.requires_grad or (lm_head_bias is not None and lm_head_bias.requires_grad)
     )
     gradient = policy.token_gradient(variant, inputs, values, head.logps_dtype) if trained else None
+
+    def evaluate(n: Tensor, entropy: Tensor | None) -> policy.Terms:
+        own = getattr(module, "evaluate", None)  # a backend may have a shorter way to the same terms
+        terms = own(variant, n.detach(), inputs, values, entropy) if own else None
+        evaluated.append(terms or policy.evaluate(variant, n, inputs, values, entropy))
+        return evaluated[0]
+
+    evaluated: list[policy.Terms] = []
     if module.AUTOGRAD or gradient is None:
         logps, entropy = _logps(head, module, ids, index, True)
-        out = policy.attach(logps, policy.evaluate(variant, logps, inputs, values), inputs)
+        out = policy.attach(logps, evaluate(logps, entropy), inputs)
     else:
-        evaluated: list[policy.Terms] = []
-
-        def evaluate(n: Tensor) -> policy.Terms:
-            evaluated.append(policy.evaluate(variant, n, inputs, values))
-            return evaluated[0]
-
         loss, logps, entropy = _FusedLoss.apply(
             hidden, lm_head_weight, lm_head_bias, head, module, ids, index, gradient, evaluate
         )
         out = LossOutput(loss, logps, evaluated[0].metrics)
-    out.metrics["entropy"] = policy.token_metric(entropy, mask.bool())
     # On a GPU every check comes last: it waits for the device, and everything above is queued by then.
     with checks.collecting(questions):
         checks.check_finite("the policy's per-token log-probs", logps, mask)
@@ -227,6 +228,12 @@ def _scaled(module: Any, u: Tensor, g: Tensor) -> Tensor:
     return getattr(module, "scale_rows_", scale_rows_)(u, g)
 
 
+def _scaled_to(module: Any, d: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """d, which may be overwritten, times a 0-d factor, rounded once to `dtype`."""
+    own = getattr(module, "scaled_to", None)
+    return own(d, factor, dtype) if own else d.mul_(factor).to(dtype)
+
+
 class _Logps(torch.autograd.Function):
     """Log-probs of any backend without autograd of its own, differentiable in hidden, weight and bias."""
 
@@ -263,7 +270,7 @@ class _FusedLoss(torch.autograd.Function):
             head, ids, index, entropy=True, keep_u=ctx.needs_input_grad[0], token_gradient=gradient,
             needs=ctx.needs_input_grad[:3],
         )  # fmt: skip
-        loss = evaluate(done.logps)
+        loss = evaluate(done.logps, done.entropy)
         ctx.used = False
         ctx.grads, ctx.module = (done.u, done.d_weight, done.d_bias), module
         ctx.g, ctx.dtypes = loss.grad, (weight.dtype, None if bias is None else bias.dtype)
@@ -276,7 +283,7 @@ class _FusedLoss(torch.autograd.Function):
         (u, d_weight, d_bias), ctx.grads = ctx.grads, None
         d_hidden = None if u is None else _scaled(ctx.module, u, ctx.g * grad)
         d_weight, d_bias = (
-            None if d is None else torch.mul(d, grad, out=d if d.dtype == dtype else torch.empty_like(d, dtype=dtype))
+            None if d is None else _scaled_to(ctx.module, d, grad, dtype)
             for d, dtype in zip((d_weight, d_bias), ctx.dtypes, strict=True)
         )
         return d_hidden, d_weight, d_bias, None, None, None, None, None, None

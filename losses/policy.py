@@ -29,13 +29,18 @@ class Terms:
     grad_kl: Tensor | None
     beta: float
     metrics: dict[str, Metric]
+    whole: tuple[Tensor, Tensor] | None = None  # loss and derivative, where something has added them up already
 
     @property
     def loss(self) -> Tensor:
+        if self.whole is not None:
+            return self.whole[0]
         return self.loss_surrogate if self.loss_kl is None else self.loss_surrogate + self.beta * self.loss_kl
 
     @property
     def grad(self) -> Tensor:
+        if self.whole is not None:
+            return self.whole[1]
         return self.grad_surrogate if self.grad_kl is None else self.grad_surrogate + self.beta * self.grad_kl
 
 
@@ -99,14 +104,16 @@ def _number(value: Any) -> float:
     return math.inf if value is None else value
 
 
-def evaluate(variant: Variant, n: Tensor, inputs: LossInputs, params: dict[str, Any]) -> Terms:
-    """The variant at log-probs n (B, T), without autograd. `params` come from `variant.resolve`."""
+def evaluate(
+    variant: Variant, n: Tensor, inputs: LossInputs, params: dict[str, Any], entropy: Tensor | None = None
+) -> Terms:
+    """The variant at log-probs n (B, T), without autograd. `params` come from `variant.resolve`; entropy (B, T): a metric."""
     dtype = torch.float64 if n.dtype == torch.float64 else torch.float32
     n = torch.where(inputs.completion_mask.bool(), n.detach().to(dtype), 0)
     t = prepare(variant, inputs, params, dtype, n)
     mask = t.mask
     o = n if t.o is None else t.o
-    metrics: dict[str, Tensor] = {}
+    metrics: dict[str, Tensor] = {} if entropy is None else {"entropy": entropy}
     w: Tensor | float = 1.0
     if t.mu is not None:
         w = _sampling_weight(o, t, params)

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from losses.backends import triton_kernels as kernels
 from losses.backends import triton_float8, triton_rows
+from losses.backends import triton_vocabulary as vocabulary  # the exact KL's kernels, see `losses.divergence`
 from losses.backends.head import Head, Pass
 from losses.backends.triton_bodies import arguments, device_function
+from losses.backends.triton_terms import evaluate as evaluate
 from losses.backends.triton_tiles import INTERPRETED, Tiles, descriptor, tiles_for, tma_ready
 
 AUTOGRAD = False
@@ -332,6 +334,14 @@ def scale_rows_(u: Tensor, g: Tensor) -> Tensor:
                 u, g.contiguous(), width, BLOCK=block
             )
     return u
+
+
+def scaled_to(d: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """d, contiguous, times a 0-d factor in float32, rounded once to `dtype`; in place where that is d's own."""
+    out = d if d.dtype == dtype else torch.empty_like(d, dtype=dtype)
+    with torch.cuda.device(d.device) if d.is_cuda else nullcontext():
+        triton_rows.scale_all[(triton.cdiv(d.numel(), 4096),)](d, factor, out, d.numel(), BLOCK=4096)
+    return out
 
 
 def _allocate(out: Pass, head: Head, needs: tuple[bool, bool, bool], tokens: int) -> None:

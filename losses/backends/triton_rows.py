@@ -145,6 +145,13 @@ def scale_rows(u, g, width, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def scale_all(x, factor, out, size, BLOCK: tl.constexpr):
+    k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + k, mask=k < size, other=0.0) * tl.load(factor).to(tl.float32)
+    tl.store(out + k, value.to(out.dtype.element_ty), mask=k < size)
+
+
+@triton.jit
 def add_own_rows(
     total, order, ids, h, h_stride, keep, grad, start, positions, rows, width, BLOCK: tl.constexpr
 ):  # fmt: skip
