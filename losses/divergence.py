@@ -121,7 +121,7 @@ class _ExactKL(torch.autograd.Function):
             linear._raise_second_backward(ctx)
             v, ctx.v = ctx.v, None
             return (
-                linear.scale_rows_(v, g if ctx.size is None else g * ctx.size),
+                linear._scaled(ctx.module, v, g if ctx.size is None else g * ctx.size),
                 None,
                 None,
                 None,
