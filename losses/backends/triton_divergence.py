@@ -5,9 +5,9 @@ With z and y the two models' logits over the temperature, own weights e = exp(z 
     x = (z - max z) - (y - max y),  so that t = e exp(-x)
     a = E[x],  b = E[exp(-x) - 1 + x]   under e / sum e,
 
-KL(own || other) = a + log(sum t / sum e) = b - (r - log1p(r)) with r = b - a. b is a sum of terms that are never negative,
-small where the models agree; the log-sum-exps themselves, whose rounding is as large as the KL of a policy near its
-reference, are not in it, nor in own (x - a), the slope.
+KL(own || other) = a + log(sum t / sum e) = b - (r - log1p(r)) with r = b - a. b is a sum of terms that are never
+negative, small where the models agree; the log-sum-exps themselves, whose rounding is as large as the KL of a policy near
+its reference, are not in it, nor in own (x - a), the slope.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def _moved(e, a, b, t, top, other_top, new_top, new_other_top):
 
 
 @triton.jit
-def _slope(z, y, top, other_top, inverse, other_inverse, a, log_ratio, outer, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr):
+def _slope(
+    z, y, top, other_top, inverse, other_inverse, a, log_ratio, outer, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr
+):
     """d KL / d raw logits over kappa: of the own model with REVERSE, else of the other one."""
     x = (z - y) - (top - other_top)
     if REVERSE:
@@ -80,16 +82,16 @@ def _slope(z, y, top, other_top, inverse, other_inverse, a, log_ratio, outer, SO
 
 @triton.jit
 def divergence_rows(
-    own, other, stride, own_bias, other_bias, vocab, inner, outer, kappa, start, positions, kl, slope, slope_stride, factor,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr,
+    own, other, stride, own_bias, other_bias, vocab, inner, outer, kappa, start, positions, kl, slope, slope_stride,
+    factor, HIGH: tl.constexpr, WIDE: tl.constexpr, SOFTCAP: tl.constexpr, REVERSE: tl.constexpr,
     STORE: tl.constexpr, DIVIDE: tl.constexpr,
 ):  # fmt: skip
     """kl[position] = KL(own || other) of a row of float32 logits (rows, stride); with STORE the row's slope as well.
 
     Statistics are kept per column of a tile, HIGH columns of the vocabulary to one, so that no thread waits for another
-    while it reads. `slope` may be the far half of the policy's own row, in half precision: the second look goes from the
-    row's end to its beginning, where what is written lies at 2 stride + 2 column bytes and what is not yet read below
-    4 column bytes. It begins where the first look ended, in what is still in L2.
+    while it reads. `slope` may be the far half of the policy's own row, in half precision: the second look goes from
+    the row's end to its beginning, where what is written lies at 2 stride + 2 column bytes and what is not yet read
+    below 4 column bytes. It begins where the first look ended, in what is still in L2.
     DIVIDE: slopes are divided by the row's largest. factor: kappa, times that.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -168,7 +170,7 @@ def divergence_rows(
 
 @triton.jit
 def write_rows(mixture, factor, grad, start, positions, out, size, width, BLOCK: tl.constexpr):
-    """out[position] = factor mixture, times grad[position] where given; with `size` over its largest, which goes there."""
+    """out[position] = factor mixture, times grad[position] where given; with `size` over its largest, stored there."""
     row = tl.program_id(0).to(tl.int64)
     place = start + row
     if positions is not None:
@@ -205,7 +207,8 @@ def scale_rows_to(v, g, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def add_columns(
-    total, slope, slope_stride, factor, grad, start, positions, rows, vocab, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    total, slope, slope_stride, factor, grad, start, positions, rows, vocab,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """total[v] += sum over rows of factor grad slope[v]."""
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,8 +1,8 @@
 """The exact KL divergence between policy and reference over the whole vocabulary on a GPU, chunk by chunk of tokens.
 
-Per chunk cuBLAS writes both models' logits in float32, `divergence_rows` makes of them the KL and, over the same memory,
-d KL / d z in half precision, and cuBLAS multiplies that by the weight. With a frozen head that is all: three products, and
-the backward scales rows. Two buffers of logits are alive, at most LOGITS_BYTES together.
+Per chunk cuBLAS writes both models' logits in float32, `divergence_rows` makes of them the KL and, over the same
+memory, d KL / d z in half precision, and cuBLAS multiplies that by the weight. With a frozen head that is all: three
+products, and the backward scales rows. Two buffers of logits are alive, at most LOGITS_BYTES together.
 
     reverse   KL = sum q (log q - log p)     d KL / d z = q (log q - log p - KL)
     forward   KL = sum p (log p - log q)     d KL / d z = q - p
@@ -37,8 +37,8 @@ HALF = (torch.float16, torch.bfloat16)
 class Rows:
     """Shape of `divergence_rows`: tiles of high x wide columns by `warps` warps.
 
-    Long rows: one program on each multiprocessor of an H200, so that the end of a row is still in L2 when the second look
-    at it begins there.
+    Long rows: one program on each multiprocessor of an H200, so that the end of a row is still in L2 when the second
+    look at it begins there.
     """
 
     high: int
@@ -105,7 +105,7 @@ class _Run:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Triton launches on the current device, which need not be the tensors'; products here choose their own dtypes."""
+        """Triton launches on the current device, which need not be the tensors'; products choose their own dtypes."""
         kind = self.device.type
         with (
             torch.cuda.device(self.device) if kind == "cuda" else nullcontext(),
@@ -129,12 +129,13 @@ class _Run:
                 own[0], other[0], self.stride, own[1], other[1], self.vocab, self.inner, self.outer, self.kappa,
                 start, self.index, kl, self.slope, self.slope.stride(0), self.factor,
                 HIGH=self.shape.high, WIDE=self.shape.wide, SOFTCAP=self.head.softcap is not None,
-                REVERSE=self.reverse, STORE=self.store, DIVIDE=self.head.dtype == torch.float16, num_warps=self.shape.warps,
+                REVERSE=self.reverse, STORE=self.store, DIVIDE=self.head.dtype == torch.float16,
+                num_warps=self.shape.warps,
             )  # fmt: skip
             yield _Chunk(start, rows, where, h, self.slope[:rows, : self.vocab], self.factor[:rows])
 
     def write_v(self, c: _Chunk, out: Tensor, size: Tensor | None, grad: Tensor | None) -> None:
-        """The chunk's rows of v into out (tokens, H), times `grad`; with `size` over their largest, which goes there."""
+        """The chunk's rows of v into out (tokens, H), times `grad`; with `size` over their largest, stored there."""
         assert self.mixture is not None
         mixture = self.mixture[: c.rows]
         triton_launch._mm(c.slope, self.weight, mixture)
@@ -245,6 +246,8 @@ def _operand(head: Head) -> Tensor:
 def _same_operand(head: Head, ref: Head) -> bool:
     """Whether the reference's head is the policy's own memory, as with LoRA: then one cast serves both."""
     a, b = head.weight, ref.weight
-    return a.data_ptr() == b.data_ptr() and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype) and (
-        head.dtype == ref.dtype
+    return (
+        a.data_ptr() == b.data_ptr()
+        and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        and (head.dtype == ref.dtype)
     )
