@@ -17,7 +17,7 @@ from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig
 
-from ablate import engines, models, provenance, records, resolve, schema, tasks
+from ablate import engines, models, provenance, records, resolve, schema, tasks, tracking
 from ablate.config import Config
 from ablate.generation import Generation
 from ablate.models.weights import weights_sha256
@@ -65,7 +65,10 @@ def run_cell(cell: Cell, directory: CellDir, on_step: OnStep) -> dict[str, Any]:
             reward_timeout=config.rewards.timeout,
         )
         trainer.engine = engines.get(config, trainer, live)
-        return _Run(cell, directory, on_step, trainer, task, loaded, dataset).run()
+        with tracking.wandb_run(cell, directory) as tracked:
+            summary = _Run(cell, directory, on_step, trainer, task, loaded, dataset).run()
+            tracking.log_summary(tracked, summary)
+        return summary
     finally:
         trainer = model = None  # type: ignore[assignment]
         gc.collect()
