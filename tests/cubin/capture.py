@@ -23,7 +23,7 @@ class _Driver:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return self.target.arch  # kernels are cached by device
 
     def set_current_device(self, device: int) -> None:
         pass
