@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from losses import checks
+
 AGGREGATIONS = {
     "sequence_mean": "mean over a completion's tokens, then over completions (GRPO)",
     "token_mean": "mean over all tokens of the batch (DAPO, BNPO)",
@@ -71,6 +73,13 @@ def centred_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 def _centre(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     """Centred rewards (float64, 0 where missing or equal to rounding), presence, group index, group count."""
+    if rewards.dim() != 1 or group_ids.shape != rewards.shape:
+        raise ValueError(
+            f"rewards and group_ids must both be (B,), not {tuple(rewards.shape)} and {tuple(group_ids.shape)}"
+        )
+    if checks.may_look(rewards) and bool(torch.isinf(rewards).any()):
+        where = int(torch.isinf(rewards).nonzero()[0])
+        raise ValueError(f"rewards is {rewards[where].item()} at {where}: give finite rewards, NaN for none")
     unique, index = torch.unique(group_ids, return_inverse=True)
     groups = len(unique)
     present = ~torch.isnan(rewards)

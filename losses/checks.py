@@ -16,7 +16,7 @@ from losses.spec import LossInputs, Variant
 
 
 def may_look(x: Tensor) -> bool:
-    """Whether values may be read: that waits for the device, which a CUDA graph under capture, or a compiler, cannot."""
+    """Whether values may be read: that waits for the device, which neither a graph under capture nor a compiler can."""
     return not torch.compiler.is_compiling() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -33,7 +33,7 @@ _open: ContextVar[list[Question] | None] = ContextVar("_open", default=None)
 
 @contextmanager
 def collecting(questions: list[Question]) -> Iterator[None]:
-    """Checks of values within the block are put into `questions`, for `settle`, instead of being answered one by one."""
+    """Checks of values within the block go into `questions`, for `settle`, instead of being answered one by one."""
     before = _open.set(questions)
     try:
         yield
@@ -76,6 +76,12 @@ def check_finite(name: str, x: Tensor | None, mask: Tensor | None = None) -> Non
     _ask(bad, refuse)
 
 
+def check_integers(ids: Tensor) -> None:
+    """Raises ValueError where token ids are of no integer dtype."""
+    if ids.is_floating_point() or ids.is_complex():
+        raise ValueError(f"completion_ids must be integers, not {ids.dtype}")
+
+
 def check_ids(ids: Tensor, mask: Tensor | None, vocab: int) -> None:
     """Raises ValueError where an unmasked token id is outside [0, vocab)."""
     if not may_look(ids):
@@ -115,8 +121,7 @@ def check_inputs(variant: Variant, inputs: LossInputs, params: dict[str, Any], s
         )
     if inputs.group_ids is not None and inputs.group_ids.shape != shape[:1]:
         raise ValueError(f"group_ids has shape {tuple(inputs.group_ids.shape)}; it must be {tuple(shape[:1])}")
-    if inputs.completion_ids.is_floating_point():
-        raise ValueError(f"completion_ids must be integers, not {inputs.completion_ids.dtype}")
+    check_integers(inputs.completion_ids)
     check_mask(inputs.completion_mask)
     if params["beta"] > 0:
         if variant.vocabulary is not None and inputs.ref_hidden is None:
@@ -137,8 +142,31 @@ def check_inputs(variant: Variant, inputs: LossInputs, params: dict[str, Any], s
         count = getattr(inputs, name)
         if isinstance(count, Tensor) and count.dim() != 0:
             raise ValueError(f"{name} must be an int or a 0-d tensor, not {tuple(count.shape)}")
-        if isinstance(count, int | float) and count < 0:
-            raise ValueError(f"{name}={count} is negative")
+        if isinstance(count, int | float) and not 0 <= count < math.inf:
+            raise ValueError(f"{name}={count} must be a number of 0 or more")
+
+
+def check_tensors(inputs: LossInputs) -> None:
+    """Raises ValueError where a field of `inputs` that must be a tensor is none, or they are on several devices."""
+    for name, x in vars(inputs).items():
+        if name in ("num_items_in_batch", "num_sequences_in_batch"):
+            if x is not None and not isinstance(x, Tensor | int | float):
+                raise ValueError(f"{name} must be a number or a 0-d tensor, not {type(x).__name__}")
+        elif x is None and name not in ("completion_ids", "completion_mask", "advantages"):
+            continue
+        elif not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, not {type(x).__name__}")
+        elif x.device != inputs.completion_ids.device:
+            raise ValueError(f"{name} is on {x.device}, completion_ids on {inputs.completion_ids.device}")
+
+
+def check_logps(x: Tensor, inputs: LossInputs) -> None:
+    """Raises ValueError unless the policy's log-probs are a tensor of floats, on the device of valid `inputs`."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise ValueError(f"per_token_logps must be a tensor of floats, not {getattr(x, 'dtype', type(x).__name__)}")
+    check_tensors(inputs)
+    if x.device != inputs.completion_ids.device:
+        raise ValueError(f"completion_ids is on {inputs.completion_ids.device}, per_token_logps on {x.device}")
 
 
 def check_mask(mask: Tensor) -> None:
@@ -176,12 +204,13 @@ def check_head(
     ):
         if x is not None and x.device != hidden.device:
             raise ValueError(f"{name} is on {x.device}, hidden on {hidden.device}")
+    check_integers(ids)
     if not hidden.is_floating_point() or not weight.is_floating_point():
         raise ValueError(f"hidden ({hidden.dtype}) and lm_head_weight ({weight.dtype}) must be floating point")
     if not temperature > 0 or temperature == float("inf"):
         raise ValueError(f"temperature={temperature} must be positive and finite")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"logit_softcap={softcap} must be positive, or None")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"logit_softcap={softcap} must be positive and finite, or None")
     if scale == 0 or not math.isfinite(scale):
         raise ValueError(f"logit_scale={scale} must be finite and not 0")
     check_ids(ids, mask, weight.shape[0])

@@ -7,8 +7,8 @@ A backend is a module with one function and, unless autograd does it, a second o
 
 With a frozen head d hidden_t = g_t u_t, u_t = d logp_t / d hidden_t, which no loss enters: the forward keeps u, and any
 function of the log-probs (every variant, a user's own) is differentiated by scaling its rows with g in float32. With a
-trained head a token-level variant gives g_t inside the forward, so that d weight needs no second look at the logits; the
-others recompute them.
+trained head a token-level variant gives g_t inside the forward, so that d weight needs no second look at the logits;
+the others recompute them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from losses import checks, policy
 from losses.backends import resolve
 from losses.backends.head import Head, Pass
 from losses.spec import LossInputs, LossOutput, Variant, get
-
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -106,14 +105,15 @@ def linear_policy_loss(
     """A variant's loss straight from hidden states; no backend but `reference` ever holds more than a chunk of logits.
 
     Gradients go to hidden, lm_head_weight and lm_head_bias, as they ask for them. Arguments as in `per_token_logps` and
-    `policy_loss`; metrics gain "entropy" (nats). With a frozen head d hidden is computed in the forward and scaled in place
-    in the backward, so a second backward raises RuntimeError.
+    `policy_loss`; metrics gain "entropy" (nats). With a frozen head d hidden is computed in the forward and scaled in
+    place in the backward, so a second backward raises RuntimeError.
 
     Raises:
         ValueError: as `policy_loss`; head shapes that disagree, token ids past the vocabulary, an unknown backend.
     """
-    variant = get(variant) if isinstance(variant, str) else variant
+    variant = get(variant)
     values = variant.resolve(params)
+    checks.check_tensors(inputs)
     mask = inputs.completion_mask
     questions: list[checks.Question] = []
     with checks.collecting(questions):
@@ -161,6 +161,7 @@ def linear_policy_loss(
             ref_lm_head_bias=inputs.ref_lm_head_bias, temperature=temperature, logit_softcap=logit_softcap,
             logit_scale=logit_scale, backend=backend, precision=precision, chunk_size=chunk_size,
         )  # fmt: skip
+        checks.check_finite("the divergence from the reference (ref_hidden and its head)", kl, mask)
         out = policy.add_vocabulary_kl(out, kl, variant, inputs, values)
     return out
 
@@ -178,8 +179,8 @@ def _head(
     precision: str = "auto", chunk_size: int | None = None,
 ) -> tuple[Head, Any]:  # fmt: skip
     checks.check_head(hidden, weight, ids, mask, lm_head_bias, temperature, logit_softcap, logit_scale)
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} must be at least 1")
+    if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size >= 1):
+        raise ValueError(f"chunk_size={chunk_size} must be a whole number, at least 1")
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -201,7 +202,7 @@ def _active(mask: Tensor | None) -> Tensor | None:
 
 
 def _safe_ids(ids: Tensor, mask: Tensor | None, weight: Tensor) -> Tensor:
-    """Flat ids, 0 where masked: what padding holds need not be a token. On a GPU within the vocabulary, refused or not."""
+    """Flat ids, 0 where masked: what padding holds need not be a token. On a GPU in the vocabulary, refused or not."""
     ids = (ids if mask is None else torch.where(mask.bool(), ids, 0)).reshape(-1).long()
     return ids.clamp(0, weight.shape[0] - 1) if ids.is_cuda else ids
 

@@ -57,8 +57,8 @@ class Tokens:
 
     def at(self, index: Tensor) -> Tokens:
         """The tokens at flat positions `index`."""
-        fields: dict[str, Any] = vars(self)
-        return Tokens(**{name: x if x is None else x.reshape(-1)[index] for name, x in fields.items()})
+        picked: dict[str, Any] = {name: None if x is None else x.reshape(-1)[index] for name, x in vars(self).items()}
+        return Tokens(**picked)
 
 
 def prepare(
@@ -107,7 +107,7 @@ def _number(value: Any) -> float:
 def evaluate(
     variant: Variant, n: Tensor, inputs: LossInputs, params: dict[str, Any], entropy: Tensor | None = None
 ) -> Terms:
-    """The variant at log-probs n (B, T), without autograd. `params` come from `variant.resolve`; entropy (B, T): a metric."""
+    """The variant at log-probs n (B, T), without autograd. `params` come from `variant.resolve`; entropy: a metric."""
     dtype = torch.float64 if n.dtype == torch.float64 else torch.float32
     n = torch.where(inputs.completion_mask.bool(), n.detach().to(dtype), 0)
     t = prepare(variant, inputs, params, dtype, n)
@@ -188,15 +188,15 @@ class TokenGradient:
             if t.o is None:
                 return None
             surrogate = (t.weight * _sampling_weight(t.o, t, self.params)).reshape(-1)
-        flat = (None if x is None else x.expand_as(t.mask).contiguous().view(-1) for x in (t.o, t.p, t.a))
+
+        def flat(x: Tensor) -> Tensor:
+            return x.expand_as(t.mask).contiguous().view(-1)
+
         return Elementwise(
-            self.surrogate,
-            self.kl,
-            self.params,
-            *flat,
-            surrogate,
-            None if self.kl is None else weight * self.params["beta"],
-        )
+            self.surrogate, self.kl, self.params,
+            old=None if t.o is None else flat(t.o), ref=None if t.p is None else flat(t.p), advantage=flat(t.a),
+            weight_surrogate=surrogate, weight_kl=None if self.kl is None else weight * self.params["beta"],
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -265,6 +265,7 @@ def token_metric(values: Tensor, mask: Tensor) -> Metric:
 def _sampling_weight(o: Tensor, t: Tokens, params: dict[str, Any]) -> Tensor:
     """exp(o - mu) of the completion (B, 1) or of each token (B, T), truncated or masked at sampling_clip_max."""
     level, action = params["sampling_mode"].split("_")
+    assert t.mu is not None  # the callers ask
     log_ratio = torch.where(t.mask, o - t.mu, 0)
     ratio = (log_ratio.sum(-1, keepdim=True) if level == "sequence" else log_ratio).exp()
     cap = params["sampling_clip_max"]
@@ -308,8 +309,9 @@ def policy_loss(
         ValueError: shapes that disagree, an input that the variant needs and does not get, NaN or infinite numbers at
             unmasked tokens, an unknown variant or parameter.
     """
-    variant = get(variant) if isinstance(variant, str) else variant
+    variant = get(variant)
     values = variant.resolve(params)
+    checks.check_logps(per_token_logps, inputs)
     checks.check_inputs(variant, inputs, values, per_token_logps.shape)
     if variant.vocabulary is not None and values["beta"] > 0:
         raise ValueError(

@@ -43,7 +43,7 @@ class Param:
             return value
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{self.name}={value!r} is not a number")
-        if self.type is int and value != int(value):
+        if self.type is int and not float(value).is_integer():
             raise ValueError(f"{self.name}={value!r} is not a whole number")
         value = self.type(value)
         if (
@@ -217,8 +217,10 @@ def names() -> list[str]:
     return list(_REGISTRY)
 
 
-def get(name: str) -> Variant:
-    """The variant of that name. Raises ValueError with the nearest names."""
-    if name not in _REGISTRY:
+def get(name: str | Variant) -> Variant:
+    """The variant of that name; a `Variant` stands for itself. Raises ValueError with the nearest names."""
+    if isinstance(name, Variant):
+        return name
+    if not isinstance(name, str) or name not in _REGISTRY:
         raise ValueError(f"unknown loss variant {name!r}; {nearest(str(name), _REGISTRY)}")
     return _REGISTRY[name]
