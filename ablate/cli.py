@@ -88,13 +88,30 @@ def _print_plan(config: configs.Config, full: bool) -> None:
 
 @cli.command()
 @click.argument("what", nargs=-1, metavar="[FOLDER | KEY=VALUE]...")
-def report(what: Sequence[str]) -> None:
+@click.option(
+    "--page",
+    "pages",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Instead, write the results anew that a Markdown page holds between its markers.",
+)
+def report(what: Sequence[str], pages: Sequence[Path]) -> None:
     """Write tables, curves and report.html again, from run files alone.
 
     FOLDER is an experiment's folder, such as runs/default; without one it is that of experiment= and out=.
     """
     from ablate import runner
 
+    if pages:
+        from analysis import embed
+
+        for page in pages:
+            try:
+                changed = embed.update(page, Path.cwd())
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+            click.echo(f"{page}: {'written' if changed else 'current'}")
+        return
     folders = [Path(text) for text in what if "=" not in text]
     given = [text for text in what if "=" in text]
     if not folders:

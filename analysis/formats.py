@@ -59,15 +59,19 @@ class Table:
         """Raw values, floats in shortest form that reads back the same."""
         return str(self.frame.to_csv(index=False, lineterminator="\n"))
 
-    def markdown(self, *, notes: bool = True) -> str:
-        """A GitHub-flavoured table, padded so that it reads as plain text too."""
-        rows = [[escape_markdown(text) for text in row] for row in (self.headers, *self.rows)]
-        widths = [max(3, *(width(row[i]) for row in rows)) for i in range(len(self.headers))]
+    def _columns(self, kept: Sequence[str] | None) -> list[int]:
+        return [i for i, header in enumerate(self.headers) if kept is None or header in kept]
+
+    def markdown(self, *, notes: bool = True, columns: Sequence[str] | None = None) -> str:
+        """A GitHub-flavoured table, padded so that it reads as plain text too. columns: headers to keep (None: all)."""
+        keep = self._columns(columns)
+        rows = [[escape_markdown(row[i]) for i in keep] for row in (self.headers, *self.rows)]
+        widths = [max(3, *(width(row[i]) for row in rows)) for i in range(len(keep))]
+        align = [self.align[i] for i in keep]
         marks = {"l": (":", "-"), "r": ("-", ":"), "c": (":", ":")}
-        rule = "|".join(f" {marks[a][0]}{'-' * (w - 2)}{marks[a][1]} " for a, w in zip(self.align, widths, strict=True))
+        rule = "|".join(f" {marks[a][0]}{'-' * (w - 2)}{marks[a][1]} " for a, w in zip(align, widths, strict=True))
         lines = [
-            "|" + "|".join(f" {_pad(t, w, a)} " for t, w, a in zip(r, widths, self.align, strict=True)) + "|"
-            for r in rows
+            "|" + "|".join(f" {_pad(t, w, a)} " for t, w, a in zip(r, widths, align, strict=True)) + "|" for r in rows
         ]
         text = "\n".join([lines[0], f"|{rule}|", *lines[1:]]) + "\n"
         if notes and self.notes:
@@ -103,7 +107,7 @@ class Table:
 
     def text(self, columns: Sequence[str] | None = None) -> str:
         """Aligned plain text for a terminal. columns: headers to keep (None: all)."""
-        keep = [i for i, header in enumerate(self.headers) if columns is None or header in columns]
+        keep = self._columns(columns)
         rows = [[row[i] for i in keep] for row in (self.headers, *self.rows)]
         widths = [max(width(row[i]) for row in rows) for i in range(len(keep))]
         align = [self.align[i] for i in keep]
