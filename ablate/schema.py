@@ -9,7 +9,7 @@
         checkpoint/     what a resume needs; removed once the cell is done unless it is kept on request
         done.json       written last: {"hash", "seconds", "steps", "eval": {...}, "pairing": {...}, "finished_at"}
         failed.json     {"hash", "type", "message", "traceback", "step"} of the last failure, removed on success
-        replay/         step-000001/{replay.json, table.md, table.csv, cosine.png, cosine.svg}, of `python -m ablate replay`
+        replay/         step-000001/{replay.json, table.md, table.csv, cosine.png, cosine.svg}, of `ablate replay`
     runs/<experiment>/report/   table.md, table.csv, table.tex, *.png, *.svg, report.html
 
 This module imports nothing, so that reading runs needs neither torch nor TRL.
