@@ -320,7 +320,7 @@ def validate(config: Config) -> None:
     ):
         if value is not None and not (math.isfinite(value) and value >= least):
             raise ConfigError(f"{key}={value}: must be a finite number, {least} or more")
-    if config.rewards.timeout is not None and not config.rewards.timeout > 0:
+    if config.rewards.timeout is not None and not 0 < config.rewards.timeout < math.inf:
         raise ConfigError(f"rewards.timeout={config.rewards.timeout}: give seconds above 0, or null for no limit")
     if loss.epsilon_high is not None and loss.epsilon is None:
         raise ConfigError(

@@ -8,10 +8,12 @@ import inspect
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
+
+LARGEST = 3.4028234663852886e38  # in float32, which TRL keeps rewards in
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ def checked(function: Any, name: str, timeout: float | None = None) -> Any:
 
     Raises ValueError for a timeout that is not above 0, and what the function raises.
     """
-    if timeout is not None and not timeout > 0:
+    if timeout is not None and not 0 < timeout < math.inf:
         raise ValueError(f"rewards.timeout={timeout}: give seconds above 0, or null for no limit")
     if isinstance(function, nn.Module):
         return function
@@ -105,14 +107,32 @@ def _step(kwargs: dict[str, Any]) -> int:
 def _values(rewards: Any, name: str, kwargs: dict[str, Any]) -> list[float | None]:
     step = _step(kwargs)
     expected = len(kwargs["completions"])
+    if isinstance(rewards, str | bytes | Mapping) or not isinstance(rewards, Iterable):
+        raise ValueError(
+            f"reward function {name!r} gave {_shown(rewards)} at step {step}; it must give a list with one number or "
+            "None per completion"
+        )
     rewards = list(rewards)
     if len(rewards) != expected:
         raise ValueError(
             f"reward function {name!r} gave {len(rewards)} rewards for {expected} completions at step {step}"
         )
+    values: list[float | None] = []
     for index, reward in enumerate(rewards):
-        if reward is not None and not math.isfinite(reward):
-            where = f"for completion {index} at step {step}"
-            raise ValueError(f"reward function {name!r} gave {reward} {where}; give None for 'no reward'")
+        try:
+            number = reward.item() if hasattr(reward, "item") else reward
+            value = None if number is None else math.nan if isinstance(number, str | bytes) else float(number)
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # no number, several, or too large a one
+            value = math.nan
+        if value is not None and not abs(value) <= LARGEST:
+            raise ValueError(
+                f"reward function {name!r} gave {_shown(reward)} for completion {index} at step {step}; give a finite "
+                "number (in float32), or None for 'no reward'"
+            )
+        values.append(value)
+    return values
 
-    return rewards
+
+def _shown(value: Any) -> str:
+    text = repr(value) if isinstance(value, str | bytes | list | Mapping) else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

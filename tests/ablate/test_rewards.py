@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from ablate import config as configs
 from ablate.rewards import checked
@@ -91,9 +94,42 @@ def test_wrong_numbers_are_named(function: Any, timeout: float | None) -> None:
         call(checked(short, "short", timeout))
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (None, "None"),
+        (1.0, "1.0"),
+        ("abc", "'abc'"),
+        ({0: 1.0, 1: 2.0, 2: 3.0}, "{0: 1.0"),
+        (["1.0", 0.0, 0.0], "'1.0' for completion 0"),
+        ([0.0, [1.0], 0.0], r"\[1.0\] for completion 1"),
+        ([0.0, 0.0, 1j], "1j for completion 2"),
+        ([0.0, float("nan"), 0.0], "nan for completion 1"),
+        ([0.0, 0.0, float("-inf")], "-inf for completion 2"),
+        ([1e39, 0.0, 0.0], r"1e\+39 for completion 0"),
+        ([10**400, 0, 0], "1000.* for completion 0"),
+        (torch.zeros(3, 2), "for completion 0"),
+    ],
+)
+def test_what_is_no_reward_is_named(given: Any, shown: str) -> None:
+    state = SimpleNamespace(global_step=6)
+    with pytest.raises(ValueError, match=f"'odd' gave .*{shown}.* at step 7") as caught:
+        checked(lambda **kwargs: given, "odd")(**BATCH, trainer_state=state)
+    assert len(str(caught.value)) < 250
+
+
+def test_numbers_of_other_libraries_become_floats() -> None:
+    for given in (torch.arange(3), np.arange(3), (i for i in range(3)), torch.arange(3.0, requires_grad=True)):
+        rewards = checked(lambda given=given, **kwargs: given, "f")(**BATCH)
+        assert rewards == [0.0, 1.0, 2.0]
+        assert all(type(reward) is float for reward in rewards)
+    assert checked(lambda **kwargs: [True, None, False], "f")(**BATCH) == [1.0, None, 0.0]
+
+
 def test_the_limit_is_checked() -> None:
-    with pytest.raises(ValueError, match="above 0"):
-        checked(lengths, "f", 0)
+    for timeout in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="above 0"):
+            checked(lengths, "f", timeout)
     with pytest.raises(configs.ConfigError, match=r"rewards\.timeout=-1"):
         configs.load(["rewards.timeout=-1"], check=False)
     assert configs.load(["rewards.timeout=2.5"], check=False).rewards.timeout == 2.5
