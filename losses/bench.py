@@ -6,6 +6,7 @@ Gate: the exact loss and gradients come from float64; a row may be at most its b
 computation in the problem's dtype is. One row outside, and nothing is reported (exit 1).
 Time: rows interleaved, medians over the rounds; `x full` is the median of the ratios within a round, so that a machine
 that slows down for a while favours no row.
+On CUDA also `x floor`, over the cuBLAS products that no exact method can do without; L2 is cold before each time.
 Memory: peak above inputs and gradients; on the CPU the high-water mark of the resident set of a new process, on CUDA
 torch's own count.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import importlib.metadata
 import json
@@ -30,12 +32,16 @@ from typing import Any
 
 import torch
 
+from losses import bench_cuda
 from losses.bench_gate import Gate
 from losses.bench_rows import ROWS, TERMS, Entry, Problem, Shape, choose_rows, entries
 
 CLEAR_REFS = Path("/proc/self/clear_refs")
-PACKAGES = ("torch", "triton", "numpy", "transformers", "trl", "liger-kernel")
+PACKAGES = (
+    "torch", "triton", "numpy", "transformers", "trl", "liger-kernel", "unsloth", "unsloth_zoo", "cut-cross-entropy"
+)  # fmt: skip
 MIB = 2**20
+FLOOR = "floor"
 
 
 # ---------------------------------------------------------------------------------------------------------------- time
@@ -57,16 +63,21 @@ def seconds(work: Callable[[], Any], device: str) -> tuple[float, float]:
 
 def times(chosen: list[Entry], problem: Problem, reps: int, warm_up: int, say: Callable[[str], None]) -> dict[str, Any]:
     """{row: {"wall": [...], "cpu": [...]}} in seconds, one figure a round."""
-    out: dict[str, Any] = {str(e): {"wall": [], "cpu": []} for e in chosen}
     device = problem.shape.device
+    work: dict[str, Callable[[], Any]] = {str(e): functools.partial(e.step, problem) for e in chosen}
+    if device == "cuda":
+        work = {FLOOR: bench_cuda.floor(problem)} | work
+    out: dict[str, Any] = {name: {"wall": [], "cpu": []} for name in work}
     for i in range(warm_up + reps):
-        for entry in chosen:
-            say(f"round {i + 1} of {warm_up + reps}: {entry}")
+        for name, step in work.items():
+            say(f"round {i + 1} of {warm_up + reps}: {name}")
             gc.collect()
-            wall, processor = seconds(lambda entry=entry: entry.step(problem), device)  # type: ignore[misc]
+            if device == "cuda":
+                bench_cuda.cool_down()
+            wall, processor = seconds(step, device)
             if i >= warm_up:
-                out[str(entry)]["wall"].append(wall)
-                out[str(entry)]["cpu"].append(processor)
+                out[name]["wall"].append(wall)
+                out[name]["cpu"].append(processor)
     return out
 
 
@@ -193,6 +204,7 @@ def summarise(
 ) -> list[dict]:
     """One dict a row: label, variant, wall and cpu seconds, ratios to `full`, peak extra bytes, errors."""
     base = next((measured[str(e)] for e in chosen if e.row.name == "full"), None)
+    floor = measured.get(FLOOR)
     rows = []
     for entry in chosen:
         got = measured[str(entry)]
@@ -201,6 +213,8 @@ def summarise(
             row[kind] = _summary(got[kind]) | {"rounds": got[kind]}
             if base is not None:
                 row[f"{kind}_over_full"] = _summary([a / b for a, b in zip(got[kind], base[kind], strict=True)])
+        if floor is not None:
+            row["wall_over_floor"] = _summary([a / b for a, b in zip(got["wall"], floor["wall"], strict=True)])
         rows.append(row | {"peak_extra_bytes": peaks[str(entry)], "errors": gates[str(entry)]["errors"]})
     return rows
 
@@ -216,15 +230,18 @@ def _gate_lines(gates: dict[str, Any]) -> list[str]:
 def markdown(result: dict[str, Any]) -> str:
     """The report for people: one table, then where it comes from."""
     shape, source = Shape(**result["shape"]), result["provenance"]
+    gpu = shape.device == "cuda"
     size = f"({shape.batch}, {shape.tokens // shape.batch}, {shape.hidden})"
     columns = [
         "LM head + loss, forward + backward",
         "variant",
-        "seconds [min, max]",
+        "ms [min, max]" if gpu else "seconds [min, max]",
         "x full",
-        "CPU seconds",
-        "CPU x full",
+        "x floor" if gpu else "CPU seconds",
+        "with gradients" if gpu else "CPU x full",
     ]
+    kept = shape.tokens * shape.hidden + (shape.vocab * shape.hidden if shape.head == "train" else 0)
+    kept *= shape.torch_dtype.itemsize
     lines = [
         f"hidden {size}, vocab {shape.vocab}, {shape.dtype}, head {shape.head}, {shape.device}; "
         f"{result['reps']} interleaved rounds, medians",
@@ -233,15 +250,20 @@ def markdown(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
-        ratio, cpu_ratio = (row.get(f"{kind}_over_full", {}).get("median") for kind in ("wall", "cpu"))
+        ratio, cpu_ratio, over_floor = (
+            row.get(name, {}).get("median") for name in ("wall_over_full", "cpu_over_full", "wall_over_floor")
+        )
+        digits, unit = (1, 1000) if gpu else (3, 1)
         peak, wall = row["peak_extra_bytes"], row["wall"]
         cells = [
             row["label"],
             row["variant"],
-            f"{wall['median']:.3f} [{wall['min']:.3f}, {wall['max']:.3f}]",
+            "{:.{d}f} [{:.{d}f}, {:.{d}f}]".format(*(wall[k] * unit for k in ("median", "min", "max")), d=digits),
             "" if ratio is None else f"{ratio:.2f}",
-            f"{row['cpu']['median']:.3f}",
-            "" if cpu_ratio is None else f"{cpu_ratio:.2f}",
+            (f"{over_floor:.3f}" if over_floor else "") if gpu else f"{row['cpu']['median']:.3f}",
+            (f"{(peak + kept) / MIB:,.0f} MiB" if peak is not None else "")
+            if gpu
+            else ("" if cpu_ratio is None else f"{cpu_ratio:.2f}"),
             "not measured" if peak is None else f"{peak / MIB:,.0f} MiB",
             f"{row['errors']['d_hidden'][0]:.1e}",
         ]
@@ -329,7 +351,9 @@ def run(options: argparse.Namespace, command: list[str]) -> tuple[int, dict[str,
     for entry in chosen:
         _say(f"gate: {entry}")
         gates[str(entry)] = gate.check(entry)
-    result = {"shape": dataclasses.asdict(shape), "provenance": source, "gate": _gate_lines(gates)}
+    result: dict[str, Any] = {
+        "shape": dataclasses.asdict(shape), "provenance": source, "gate": _gate_lines(gates)
+    }  # fmt: skip
     del gate
     if not all(g["ok"] for g in gates.values()):
         return 1, result
@@ -339,7 +363,10 @@ def run(options: argparse.Namespace, command: list[str]) -> tuple[int, dict[str,
         _say(f"memory: {entry}")
         peaks[str(entry)] = None if options.no_memory else memory(entry, problem)
     _say("")
-    return 0, result | {"reps": options.reps, "rows": summarise(chosen, measured, gates, peaks)}
+    result |= {"reps": options.reps, "rows": summarise(chosen, measured, gates, peaks)}
+    if FLOOR in measured:
+        result["floor"] = _summary(measured[FLOOR]["wall"]) | {"rounds": measured[FLOOR]["wall"]}
+    return 0, result
 
 
 def main(arguments: list[str] | None = None) -> int:

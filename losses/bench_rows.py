@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -124,14 +125,18 @@ def _full(problem: Problem, hidden: Tensor, weight: Tensor, variant: str) -> Ten
     return plain_loss(problem, logps, variant)
 
 
-def _ours(problem: Problem, hidden: Tensor, weight: Tensor, variant: str, *, backend: str) -> Tensor:
+def _ours(
+    problem: Problem, hidden: Tensor, weight: Tensor, variant: str, *, backend: str, precision: str = "auto"
+) -> Tensor:
     inputs = losses.LossInputs(
         problem.ids,
         torch.ones_like(problem.ids),
         problem.advantages,
         ref_per_token_logps=problem.ref,
     )
-    return losses.linear_policy_loss(hidden, weight, inputs, variant, beta=BETA, backend=backend).loss
+    return losses.linear_policy_loss(
+        hidden, weight, inputs, variant, beta=BETA, backend=backend, precision=precision
+    ).loss
 
 
 def _trl(problem: Problem, hidden: Tensor, weight: Tensor, variant: str) -> Tensor:
@@ -142,6 +147,22 @@ def _trl(problem: Problem, hidden: Tensor, weight: Tensor, variant: str) -> Tens
         flat, weight, None, problem.ids.view(-1), 1.0, 32768, None, 1.0, ("log_probs",)
     )[0]
     return plain_loss(problem, logps.float(), variant)
+
+
+def _unsloth(problem: Problem, hidden: Tensor, weight: Tensor, variant: str) -> Tensor:
+    os.environ.setdefault("UNSLOTH_IS_PRESENT", "1")  # it refuses to be imported alone
+    from unsloth_zoo.fused_losses.fused_linear import fused_linear_logprobs
+
+    return plain_loss(
+        problem, fused_linear_logprobs(hidden.flatten(0, 1), weight, problem.ids.view(-1)).float(), variant
+    )
+
+
+def _cut_cross_entropy(problem: Problem, hidden: Tensor, weight: Tensor, variant: str) -> Tensor:
+    from cut_cross_entropy import linear_cross_entropy
+
+    nll = linear_cross_entropy(hidden.flatten(0, 1), weight, problem.ids.view(-1), reduction="none")
+    return plain_loss(problem, -nll.float(), variant)
 
 
 def _liger(problem: Problem, hidden: Tensor, weight: Tensor, variant: str) -> Tensor:
@@ -164,7 +185,20 @@ ROWS: dict[str, Row] = {
         _backend_row("reference"),
         _backend_row("chunked"),
         _backend_row("triton", package="triton", devices=("cuda",)),
+        Row(
+            "triton-fp8",
+            "ours: triton, fp8",
+            functools.partial(_ours, backend="triton", precision="fp8"),
+            package="triton",
+            devices=("cuda",),
+            budget=20.0,
+            ours=True,
+        ),
         Row("trl", "TRL fused head", _trl, package="trl", budget=10.0),
+        Row("unsloth", "Unsloth fused head", _unsloth, package="unsloth_zoo", devices=("cuda",), budget=10.0),
+        Row(
+            "cce", "cut-cross-entropy", _cut_cross_entropy, package="cut_cross_entropy", devices=("cuda",), budget=20.0
+        ),
         Row("liger", "Liger", _liger, package="liger_kernel", variants=("reference",), budget=10.0),
     )
 }
