@@ -1,10 +1,10 @@
-"""The LM head's three products: in the operands' precision with float32 accumulation (float64 for float64), or in float8.
+"""The LM head's three products: in the operands' precision, accumulated in float32 (or float64), or in float8.
 
-float8 (e4m3, 4 exponent and 3 mantissa bits, up to 448): hidden states are scaled row by row and the weight by its rows for
-the logits and by its columns for d hidden, so that the largest of each becomes 448; scales stay in float32. What need not
-go through float8 does not: the sampled token's own logit and its half of d hidden are dot products and rows of the operands
-as they are, and d weight is a product in half precision. Torch backends emulate it: operands rounded to float8, products in
-float32.
+float8 (e4m3, 4 exponent and 3 mantissa bits, up to 448): hidden states are scaled row by row, the weight by its rows
+for the logits and by its columns for d hidden, so that the largest of each becomes 448; scales stay in float32. What
+need not go through float8 does not: the sampled token's own logit and its half of d hidden are dot products and rows of
+the operands as they are, and d weight is a product in half precision. Torch backends emulate it: operands rounded to
+float8, products in float32.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ FLOAT8_MAX = 448.0
 
 
 class Products:
-    """Products of operands of `head.dtype`. Half-precision operands: CUDA's matrix units with a float32 result; elsewhere
-    they are exact in float32, so they are multiplied there, a block of the vocabulary at a time."""
+    """Products of operands of `head.dtype`. Half-precision operands: CUDA's matrix units with a float32 result.
+
+    Elsewhere they are exact in float32, so they are multiplied there, a block of the vocabulary at a time.
+    """
 
     def __init__(self, head: Head) -> None:
         self.half = head.dtype in (torch.float16, torch.bfloat16)

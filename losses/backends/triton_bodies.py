@@ -1,4 +1,4 @@
-"""A variant's token term as device functions: the same code objects, with `triton.language` where the torch twin was."""
+"""A variant's token term as device functions: the same code objects over `triton.language`, not its torch twin."""
 
 from __future__ import annotations
 

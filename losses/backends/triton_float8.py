@@ -1,4 +1,4 @@
-"""The float8 half of the Triton backend: operands to e4m3, the head once for as long as it stays frozen. See `precision`."""
+"""float8 in the Triton backend: operands to e4m3, the head once while it stays frozen. See `losses.precision`."""
 
 from __future__ import annotations
 
@@ -83,8 +83,10 @@ _frozen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def head_of(original: Tensor, weight: Tensor) -> Float8Head:
-    """`weight` (the operand) in float8, kept for as long as `original` (what the caller passed) is neither freed, trained nor
-    written to. Takes as much memory as the bf16 head itself."""
+    """`weight` (the operand) in float8, kept while `original` (what the caller passed) lives unchanged and untrained.
+
+    Takes as much memory as the bf16 head itself.
+    """
     if original.requires_grad:
         return _quantize(weight)
     key = (original._version, original.data_ptr(), weight.dtype)

@@ -1,13 +1,14 @@
 """Triton kernels of the LM head's product; `triton_launch` says in which order they run. Inside, logarithms are base 2.
 
-Per token, with z_v the logits over the temperature in units of log 2 and y the sampled token, x_v = z_v - z_y. Exponentials
-are taken relative to the sampled token's own logit, which `own_logit` knows before the product: 2^x_v is stored by the
-product's epilogue, in half precision, and no second look at the logits is needed for their maximum. The sum over v != y is
-the odds (1 - p_y) / p_y, so log p_y = -log1p(sum) is never positive and right to the last digits also where p_y is near 1.
+Per token, with z_v the logits over the temperature in units of log 2 and y the sampled token, x_v = z_v - z_y:
+exponentials are taken relative to the sampled token's own logit, which `own_logit` knows before the product. So 2^x_v
+is stored by the product's epilogue in half precision, and no second look at the logits is needed for their maximum. The
+sum over v != y is the odds (1 - p_y) / p_y: log p_y = -log1p(sum) is never positive, and right to the last digits where
+p_y is near 1.
 
 Where the exponentials of a tile (rows x BLOCK_N of the vocabulary) pass 2^LIMIT, its rows are stored relative to their
 maximum in the tile; `rescale` then brings such rows, and no others, to one offset. What is left per row and tile is the
-offset, the sum of 2^(x - offset) and, for the entropy, of 2^(x - offset) x, from which `finalize` makes the row's numbers.
+offset, the sum of 2^(x - offset) and, for the entropy, of 2^(x - offset) x: `finalize` makes the row's numbers of them.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def _product_tile(
     index, h, h_stride, weight, weight_stride, h_scale, weight_scale, rows, vocab, width, row_tiles, tiles, rows_stride,
     ids, own, marks, bias, e, e_stride, inner, outer, offsets, sums, moments,
     DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    TMA: tl.constexpr, WIDEN: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr, LIMIT: tl.constexpr,
+    TMA: tl.constexpr, WIDEN: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr,
+    LIMIT: tl.constexpr,
     SHIFT: tl.constexpr, STORE: tl.constexpr, ENTROPY: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     # Tiles run down a group of row blocks first: its hidden states stay in L2 and the weight is read once per group.
@@ -150,8 +152,8 @@ def _product_tile(
         acc *= tl.load(weight_scale + v, mask=v < vocab, other=0.0)[None, :]
     exact = (tl.load(marks + row_tile * tiles + tile) != 0) | ((tile + 1) * BLOCK_N > vocab)
     _tile(
-        acc, row_tile * BLOCK_M, r, r < rows, tile, rows_stride, ids, own, exact, bias, e, e_stride, vocab, inner, outer,
-        offsets, sums, moments, DTYPE, BLOCK_N, SOFTCAP, NEGATIVE, LIMIT, SHIFT, STORE, ENTROPY, TMA, BIAS,
+        acc, row_tile * BLOCK_M, r, r < rows, tile, rows_stride, ids, own, exact, bias, e, e_stride, vocab, inner,
+        outer, offsets, sums, moments, DTYPE, BLOCK_N, SOFTCAP, NEGATIVE, LIMIT, SHIFT, STORE, ENTROPY, TMA, BIAS,
     )  # fmt: skip
 
 
@@ -166,7 +168,7 @@ def product(
 ):  # fmt: skip
     """h (rows, width) x weight (vocab, width)^T, never written: `_tile` takes each tile from the accumulators.
 
-    h and weight are pointers, or with TMA tensor descriptors, as is e. PROGRAMS: 0, one tile per program; else that many
+    h, weight and e are pointers, or with TMA tensor descriptors. PROGRAMS: 0, one tile per program; else that many
     programs share the tiles. WIDEN: multiply in float32 (the interpreter has no half-precision dot).
     """
     row_tiles = tl.cdiv(rows, BLOCK_M)
@@ -175,8 +177,8 @@ def product(
         _product_tile(
             tl.program_id(0), h, h_stride, weight, weight_stride, h_scale, weight_scale, rows, vocab, width, row_tiles,
             tiles, rows_stride, ids, own, marks, bias, e, e_stride, inner, outer, offsets, sums, moments,
-            DTYPE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, TMA, WIDEN, SCALED, SOFTCAP, NEGATIVE, LIMIT, SHIFT, STORE, ENTROPY,
-            BIAS,
+            DTYPE, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, TMA, WIDEN, SCALED, SOFTCAP, NEGATIVE, LIMIT, SHIFT, STORE,
+            ENTROPY, BIAS,
         )  # fmt: skip
     else:
         for index in tl.range(tl.program_id(0), row_tiles * tiles, PROGRAMS, flatten=FLATTEN):
@@ -191,7 +193,8 @@ def product(
 @triton.jit
 def logits_tile(
     logits, logits_stride, rows, vocab, rows_stride, ids, own, bias, e, e_stride, inner, outer, offsets, sums, moments,
-    DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr, LIMIT: tl.constexpr,
+    DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr,
+    LIMIT: tl.constexpr,
     SHIFT: tl.constexpr, STORE: tl.constexpr, ENTROPY: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """The same epilogue over float32 logits (rows, vocab) that another product wrote; e may be their own memory."""

@@ -1,9 +1,9 @@
 """The LM head's product on a GPU in Triton kernels: what runs, in which order, on which memory.
 
-Per chunk of tokens, with a gradient: `product` (h W^T; its epilogue stores half-precision exponentials, no logits), `finalize`,
-`rescale`, cuBLAS for e W, `own_minus_mixture`; with a trained head cuBLAS for e^T h as well. Without a gradient `product` and
-`finalize` alone. float32 operands have no matrix units of their accuracy: there cuBLAS writes the logits and `logits_tile`
-turns them into exponentials in place.
+Per chunk of tokens, with a gradient: `product` (h W^T; its epilogue stores half-precision exponentials, no logits),
+`finalize`, `rescale`, cuBLAS for e W, `own_minus_mixture`; with a trained head cuBLAS for e^T h as well. Without a
+gradient `product` and `finalize` alone. float32 operands have no matrix units of their accuracy: there cuBLAS writes
+the logits and `logits_tile` turns them into exponentials in place.
 
 Source of the decomposition: d logp / d h = kappa (W[y] - sum_v p_v W[v]), kappa = logit_scale / temperature.
 """
@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from losses.backends import triton_kernels as kernels
 from losses.backends import triton_float8, triton_rows
-from losses.backends import triton_vocabulary as vocabulary  # the exact KL's kernels, see `losses.divergence`
+from losses.backends import triton_kernels as kernels
+from losses.backends import triton_vocabulary as vocabulary  # noqa: F401  (`losses.divergence` takes it from here)
 from losses.backends.head import Head, Pass
 from losses.backends.triton_bodies import arguments, device_function
 from losses.backends.triton_terms import evaluate as evaluate
@@ -117,7 +117,7 @@ class _Run:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Triton launches on the current device, which need not be the tensors'; products here choose their own dtypes."""
+        """Triton launches on the current device, which need not be the tensors'; no autocast of products here."""
         kind = self.device.type
         with (
             torch.cuda.device(self.device) if kind == "cuda" else nullcontext(),
@@ -249,7 +249,8 @@ class _Run:
             )
             _add_product(d_weight, e, rows, largest, self.first)
             triton_rows.add_own_rows[grid](
-                d_weight, self.order[c.start : c.start + c.rows], c.ids, c.h, c.h.stride(0), self.keep, grad, c.start, self.index, c.rows, self.width,
+                d_weight, self.order[c.start : c.start + c.rows], c.ids, c.h, c.h.stride(0), self.keep, grad, c.start,
+                self.index, c.rows, self.width,
                 BLOCK=block,
             )  # fmt: skip
         if d_bias is not None:
@@ -270,7 +271,14 @@ def forward(
     needs: tuple[bool, bool, bool] = (False, False, False),
 ) -> Pass:
     """Log-probs, and on request the entropy, u, and with `token_gradient` the gradients of weight and bias."""
-    run = _Run(head, ids, index, store=keep_u or token_gradient is not None, entropy=entropy, trained=token_gradient is not None)
+    run = _Run(
+        head,
+        ids,
+        index,
+        store=keep_u or token_gradient is not None,
+        entropy=entropy,
+        trained=token_gradient is not None,
+    )
     shape = head.hidden.shape[:2]
     logps = torch.zeros(shape, dtype=torch.float32, device=run.device)
     out = Pass(logps, torch.zeros_like(logps) if entropy else None)
@@ -287,8 +295,10 @@ def forward(
         for c in run.chunks():
             run.softmax(c)
             run.finalize(c, logps, out.entropy, grad, term)
-            if token_gradient is not None and term is None:
-                where = torch.arange(c.start, c.start + c.rows, device=run.device) if index is None else c.where
+            if token_gradient is not None and grad is not None and term is None:
+                where = c.where
+                if isinstance(where, slice):
+                    where = torch.arange(where.start, where.stop, device=run.device)
                 grad[c.where] = token_gradient(logps.view(-1)[where], where)
             if out.u is not None:
                 run.write_u(c, out.u, None)
@@ -367,7 +377,7 @@ def _mm(a: Tensor, b: Tensor, out: Tensor) -> None:
 def _add_product(total: Tensor, e: Tensor, rows: Tensor, largest: Tensor | None, first: bool) -> None:
     """total (V, H, float32) += largest e^T rows; with `first` total is written, whatever it holds."""
     if largest is not None:
-        # The factor is known only to the device; a block of the vocabulary at a time keeps the product's own memory small.
+        # The factor is known only to the device. Blocks of the vocabulary keep the product's own memory small.
         for start in range(0, total.shape[0], 16384):
             part = torch.empty_like(total[start : start + 16384])
             _mm(e[:, start : start + 16384].t(), rows, part)

@@ -1,4 +1,4 @@
-"""Triton kernels that make the rows' numbers from their tiles', and gradients from the products. See `triton_kernels`."""
+"""Triton kernels from tiles to rows' numbers, and from products to gradients. See `triton_kernels`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def finalize(
-    tile_offsets, sums, moments, rows_stride, rows, tiles, own, start, positions, logps, entropy, offsets, keep, inverse,
-    grad, kappa, outer, old, ref, advantage, weight_surrogate, weight_kl, surrogate_args, kl_args,
+    tile_offsets, sums, moments, rows_stride, rows, tiles, own, start, positions, logps, entropy, offsets, keep,
+    inverse, grad, kappa, outer, old, ref, advantage, weight_surrogate, weight_kl, surrogate_args, kl_args,
     BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr, SOFTCAP: tl.constexpr, SHIFT: tl.constexpr, ENTROPY: tl.constexpr,
     SURROGATE: tl.constexpr, KL: tl.constexpr,
 ):  # fmt: skip
@@ -103,7 +103,7 @@ def own_minus_mixture(
     mixture, mixture_scale, weight, weight_stride, ids, keep, inverse, grad, start, positions, out, mixture_stride,
     width, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out[position] = g (keep W[y] - inverse mixture), mixture (rows, width) float32 = e W; g = 1 where grad is None."""
+    """out[position] = g (keep W[y] - inverse mixture), mixture (rows, width) float32 = e W; g = 1 without grad."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = start + row
@@ -155,7 +155,7 @@ def scale_all(x, factor, out, size, BLOCK: tl.constexpr):
 def add_own_rows(
     total, order, ids, h, h_stride, keep, grad, start, positions, rows, width, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """total[y] += keep g h over the chunk's rows, each token's rows by one program in order: the same bits every time."""
+    """total[y] += keep g h over the chunk's rows; one program adds a token's rows in order: always the same bits."""
     i = tl.program_id(0)
     row = tl.load(order + i) - start
     token = tl.load(ids + row).to(tl.int64)

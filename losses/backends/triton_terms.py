@@ -1,4 +1,4 @@
-"""A token-level variant's loss, derivative and metrics in three launches: on (B, T) tensors a launch costs more than the work.
+"""A token-level variant's loss, derivative and metrics in three launches, which on (B, T) cost more than the work.
 
 The same numbers as `losses.policy.evaluate` gives, from the same bodies.
 """
@@ -92,10 +92,7 @@ def token_terms(
             ratio = tl.exp(tl.load(log_ratios + row)) + tl.zeros_like(x)
         else:
             ratio = tl.exp(tl.where(live, o - tl.load(mu + at, mask=live, other=0.0).to(tl.float32), 0.0))
-        if TRUNCATE:
-            ratio = tl.minimum(ratio, cap)
-        else:
-            ratio = tl.where(ratio <= cap, ratio, 0.0)
+        ratio = tl.minimum(ratio, cap) if TRUNCATE else tl.where(ratio <= cap, ratio, 0.0)
         value *= ratio
         slope *= ratio
         tl.store(place + SAMPLING_ROW * programs, tl.sum(tl.where(live, ratio, 0.0), 0))
@@ -180,23 +177,29 @@ def evaluate(
     lengths, log_ratios = torch.empty(2, completions, device=n.device).unbind()
     grad, grad_surrogate = torch.empty_like(n), torch.empty_like(n)
     grad_kl = None if kl is None else torch.empty_like(n)
-    given = [
-        None if x is None else x.detach().contiguous()
-        for x in (inputs.completion_mask, n, old, ref, mu, inputs.advantages, entropy)
-    ]
     # A bool is a byte; the kernels ask for not 0.
-    given[0] = given[0].view(torch.int8) if given[0].dtype == torch.bool else given[0]
+    mask = (
+        inputs.completion_mask.view(torch.int8)
+        if inputs.completion_mask.dtype == torch.bool
+        else inputs.completion_mask
+    )
+    given = [
+        None if x is None else x.detach().contiguous() for x in (mask, n, old, ref, mu, inputs.advantages, entropy)
+    ]
     counts = [
         None if x is None else torch.as_tensor(x, dtype=torch.float32).to(n.device, non_blocking=True)
         for x in (inputs.num_items_in_batch, inputs.num_sequences_in_batch)
     ]
     epsilon, epsilon_high = (params[name] if params[name] is not None else float("inf") for name in EPSILONS)
     with torch.cuda.device(n.device) if n.is_cuda else nullcontext():
-        completion_sums[(completions,)](given[0], given[1], given[2], given[4], lengths, log_ratios, length, BLOCK=block)
+        completion_sums[(completions,)](
+            given[0], given[1], given[2], given[4], lengths, log_ratios, length, BLOCK=block
+        )
         token_terms[grid](
-            *given, lengths, log_ratios, *counts, float(params.get("max_completion_length") or 1.0), completions, length,
-            grad, grad_surrogate, grad_kl, sums, programs, params["beta"], 1.0 - epsilon, 1.0 + epsilon_high,
-            params["sampling_clip_max"], arguments(variant.surrogate, params), () if kl is None else arguments(kl, params),
+            *given, lengths, log_ratios, *counts, float(params.get("max_completion_length") or 1.0), completions,
+            length, grad, grad_surrogate, grad_kl, sums, programs, params["beta"], 1.0 - epsilon, 1.0 + epsilon_high,
+            params["sampling_clip_max"], arguments(variant.surrogate, params),
+            () if kl is None else arguments(kl, params),
             SURROGATE=device_function(variant.surrogate), KL=None if kl is None else device_function(kl),
             AGGREGATION=AGGREGATIONS[variant.aggregation], PER_TOKEN=inputs.advantages.dim() == 2,
             CLIPS="epsilon" in body_params(variant.surrogate), BY_SEQUENCE=level == "sequence",
@@ -209,8 +212,8 @@ def evaluate(
         name: Metric(values[i], values[COUNT]) for i, name in METRICS.items() if not left_out.get(i, False)
     }  # fmt: skip
     return policy.Terms(
-        values[SURROGATE_LOSS], grad_surrogate, None if kl is None else values[KL_LOSS], grad_kl, params["beta"], metrics,
-        whole=(values[10], grad),
+        values[SURROGATE_LOSS], grad_surrogate, None if kl is None else values[KL_LOSS], grad_kl, params["beta"],
+        metrics, whole=(values[10], grad),
     )  # fmt: skip
 
 
