@@ -6,8 +6,8 @@ With z and y the two models' logits over the temperature, own weights e = exp(z 
     a = E[x],  b = E[exp(-x) - 1 + x]   under e / sum e,
 
 KL(own || other) = a + log(sum t / sum e) = b - (r - log1p(r)) with r = b - a. b is a sum of terms that are never
-negative, small where the models agree; the log-sum-exps themselves, whose rounding is as large as the KL of a policy near
-its reference, are not in it, nor in own (x - a), the slope.
+negative, small where the models agree; the log-sum-exps themselves, whose rounding is as large as the KL of a policy
+near its reference, are not in it, nor in own (x - a), the slope.
 """
 
 from __future__ import annotations

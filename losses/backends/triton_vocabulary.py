@@ -46,7 +46,7 @@ class Rows:
     warps: int
 
 
-INTERPRETER = Rows(high=2, wide=8, warps=4)
+INTERPRETER = Rows(high=2, wide=16, warps=4)
 SHORT = Rows(high=4, wide=512, warps=4)
 LONG = Rows(high=4, wide=2048, warps=16)
 
