@@ -276,6 +276,8 @@ def _axis(config: Config, key: str, values: Any) -> list[Any]:
         raise ConfigError(f"grid.{key}: no values; write grid.{key}=a,b, or grid=none for no grid at all")
     if any(isinstance(value, list | dict) for value in values):
         raise ConfigError(f"grid.{key}: an axis is over single values (numbers, words, true, false, null)")
+    if len(values) > keys.MOST_CELLS:
+        raise ConfigError(f"grid.{key}: {len(values)} values; at most {keys.MOST_CELLS}")
     typed = [keys.select(to_dict(set_values(config, {key: value})), key) for value in values]
     twice = [value for index, value in enumerate(typed) if value in typed[:index]]
     if twice:
@@ -291,12 +293,20 @@ def _axis(config: Config, key: str, values: Any) -> list[Any]:
 def validate(config: Config) -> None:
     """Refuse values that no run can use. Raises ConfigError naming the key and what it may be."""
     train, loss = config.train, config.loss
-    if not config.variants:
-        raise ConfigError("variants: none given; say all, family, or names")
+    for key, names in (("variants", config.variants), ("variants_all", config.variants_all)):
+        if not names:
+            raise ConfigError(f"{key}: none given; say {'all, family, or ' if key == 'variants' else ''}names")
     if not config.seeds:
         raise ConfigError("seeds: none given; a count (3) or a list (0,1,7)")
-    if len(set(config.seeds)) < len(config.seeds) or min(config.seeds) < 0:
-        raise ConfigError(f"seeds={config.seeds}: seeds are different whole numbers, 0 or more")
+    if len(set(config.seeds)) < len(config.seeds) or min(config.seeds) < 0 or max(config.seeds) >= 2**32:
+        raise ConfigError(f"seeds={config.seeds}: seeds are different whole numbers from 0 to {2**32 - 1}")
+    cells = len(config.seeds) * math.prod(map(len, config.grid.values()))
+    if cells > keys.MOST_CELLS:
+        raise ConfigError(f"seeds and grid: {cells} cells of each variant; at most {keys.MOST_CELLS}")
+    temperature = config.sampling.get("temperature", 1.0)
+    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not (number and 0 < temperature < math.inf):
+        raise ConfigError(f"sampling.temperature={temperature}: must be a finite number above 0")
     for key, value, least in (
         ("train.steps", train.steps, 1),
         ("train.prompts_per_step", train.prompts_per_step, 1),

@@ -20,7 +20,9 @@ from ablate.errors import ConfigError, nearest, unknown
 
 FOUNDING = ("reference", "no_detach", "full_reverse_kl", "forward_kl")
 OPEN_GROUPS = ("trl", "peft", "sampling", "vllm", "wandb", "task_options", "loss.params")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # under these names in every engine
 NO_AXIS = ("experiment", "variants", "variants_all", "seeds", "out", "jobs", "threads", "retries", "wandb")
+MOST_CELLS = 1_000  # of one variant: more is a slip of the pen, and planning them would take minutes
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -111,6 +113,7 @@ class Schema:
             if own in own_params:
                 return f"loss.params.{own}"
             known += own_params
+            known += [f"sampling.{name}" for name in SAMPLING]
         close = nearest(written, known) or nearest(written.rpartition(".")[2], known)
         if not close and head in self.groups:
             raise ConfigError(f"unknown key '{written}'{self._members(head)}")
@@ -195,6 +198,11 @@ def split_list(value: Any) -> list[Any]:
     return [parse(part.strip()) for part in parts if part.strip()]
 
 
+def unwrapped(values: list[Any]) -> list[Any]:
+    """The values of a list that was written in brackets: [a,b] beside a,b."""
+    return values[0] if len(values) == 1 and isinstance(values[0], list) else values
+
+
 def seeds(value: Any) -> list[int]:
     """Seeds of a count (3), a list (0,1,7) or one seed (7,). Raises ConfigError."""
     if isinstance(value, str) and "," not in value:
@@ -204,8 +212,10 @@ def seeds(value: Any) -> list[int]:
             raise ConfigError(
                 f"seeds={value}: a count is at least 1; one seed of that number is written seeds={value},"
             )
+        if value > MOST_CELLS:
+            raise ConfigError(f"seeds={value}: at most {MOST_CELLS} seeds; one seed of that number is written {value},")
         return list(range(value))
-    listed = split_list(value) if isinstance(value, str | list | tuple) else [value]
+    listed = unwrapped(split_list(value)) if isinstance(value, str | list | tuple) else [value]
     if not listed or any(isinstance(seed, bool) or not isinstance(seed, int) for seed in listed):
         raise ConfigError(f"seeds={value}: a count (3) or a list of whole numbers (0,1,7)")
     return listed
@@ -241,9 +251,9 @@ def _typed(schema: Schema, key: str, raw: Any, is_text: bool) -> Any:
     if key == "seeds":
         return seeds(raw)
     if key in ("variants", "variants_all"):
-        return [str(name) for name in split_list(raw)]
+        return [str(name) for name in unwrapped(split_list(raw))]
     if key.startswith("grid."):
-        return split_list(raw)
+        return unwrapped(split_list(raw))
     if key == "grid":
         if raw not in ("", "none", "null", "{}", None) and raw != {}:
             raise ConfigError(

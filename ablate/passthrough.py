@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     from ablate.config import Config
 
 
-# Sampling options that every engine has under the same name: they need no look at the installed class.
-EVERY_ENGINE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
 def check(config: Config) -> None:
     """Check variants, tasks, the devices and engines asked for, and every pass-through group.
 
@@ -41,7 +37,7 @@ def check(config: Config) -> None:
     for group, known in _groups(config, engines):
         names = group_names(config, group)
         if group == "sampling":
-            names = [name for name in names if name not in EVERY_ENGINE]
+            names = [name for name in names if name not in keys.SAMPLING]  # they need no look at the installed class
         if names:
             _check_names(group, names, known())
         if names and group == "trl":

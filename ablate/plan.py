@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import re
@@ -66,10 +67,11 @@ def cells(config: Config) -> list[Cell]:
     shorts = [schema.short(key) for key in axes]
     takes = _own_parameters(config)
     planned: list[Cell] = []
+    bare = dataclasses.replace(config, seeds=config.seeds[:1])  # copied for every cell
     for seed in config.seeds:
         for values in itertools.product(*(config.grid[key] for key in axes)):
             point = dict(zip(axes, values, strict=True))
-            shared = configs.set_values(config, point)
+            shared = configs.set_values(bare, point)
             configs.validate(shared)
             for variant in select_variants(config):
                 own = configs.set_values(shared, {"variants": [variant], "seeds": [seed], "grid": {}})

@@ -74,7 +74,7 @@ def test_overrides(override: str, key: str, value: object) -> None:
 
 @pytest.mark.parametrize(
     ("text", "seeds"),
-    [("3", [0, 1, 2]), ("0,1,7", [0, 1, 7]), ("7,", [7]), ("[5]", [5]), ("1", [0])],
+    [("3", [0, 1, 2]), ("0,1,7", [0, 1, 7]), ("7,", [7]), ("[5]", [5]), ("[0,1]", [0, 1]), ("1", [0])],
 )
 def test_seeds(text: str, seeds: list[int]) -> None:
     assert load(f"seeds={text}").seeds == seeds
@@ -114,6 +114,15 @@ def test_seeds(text: str, seeds: list[int]) -> None:
         (["seeds=a,b"], ["seeds"]),
         (["seeds="], ["seeds"]),
         (["variants="], ["variants"]),
+        (["variants_all="], ["variants_all: none given"]),
+        (["seeds=99999999999999999999"], ["seeds=99999999999999999999", "at most 1000"]),
+        (["seeds=4294967296,"], ["seeds=[4294967296]", "4294967295"]),
+        (["seeds=500", "grid.beta=0,1,2"], ["1500 cells", "at most 1000"]),
+        (["grid.beta=" + ",".join(map(str, range(1001)))], ["grid.loss.beta", "1001 values"]),
+        (["sampling.temperature=0"], ["sampling.temperature=0", "above 0"]),
+        (["trl.temperature=nan"], ["sampling.temperature=nan", "above 0"]),
+        (["grid.sampling.temperature=1,hot"], ["sampling.temperature=hot", "above 0"]),
+        (["temperature=1"], ["sampling.temperature"]),
         (["experiment=defalt"], ["experiment", "default"]),
         (["experiment=no/such.yaml"], ["no/such.yaml", "no such file"]),
         (["experiment=a", "experiment=b"], ["experiment", "twice"]),
@@ -318,6 +327,11 @@ def test_list_splitting_never_loses_plain_parts(parts: list[str]) -> None:
     keys.split_list(",".join(parts))  # whatever is typed, a list comes back
     plain = [part for part in parts if part.strip(" ") and not set(part) & set("'\"[](),")]
     assert len(keys.split_list(",".join(plain))) == len(plain)
+
+
+def test_lists_in_brackets() -> None:
+    config = load("variants=[reference,k2]", "grid.beta=[0.5, 1.0]")
+    assert (config.variants, config.grid) == (["reference", "k2"], {"loss.beta": [0.5, 1.0]})
 
 
 def test_list_splitting() -> None:
