@@ -25,9 +25,9 @@ def figures(old: Tensor, sampling: Tensor, mask: Tensor, log_kept: list[list[flo
         kept = torch.zeros_like(difference)
         known = torch.zeros_like(mask)
         for row, values in enumerate(log_kept):
-            kept[row, : len(values)] = torch.tensor(values[: kept.shape[1]], dtype=kept.dtype)
+            kept[row, : len(values)] = torch.tensor(values, dtype=kept.dtype)
             known[row, : len(values)] = True
-        known &= mask
+        known &= mask & ~torch.isnan(kept)
         if known.any():
             out["sampling/kept_mass/mean"] = kept.exp()[known].mean().item()
             out |= _figures("sampling/truncated/", torch.where(known, difference + kept, 0.0), known)

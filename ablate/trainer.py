@@ -78,6 +78,7 @@ class AblationTrainer(GRPOTrainer):
         self._generation: Generation | None = None
         self._empty: list[bool] = []  # completions of the generation at hand that hold no token
         self._sampling_seed: int | None = None
+        self._own_logps: list[tuple[Tensor, Tensor]] | None = None  # log-probs still to be compared with the sampler's
         self._drawn: Rollout | None = None  # what the engine gave for the generation at hand
         self._scored: tuple[list[Any], list[Any], Tensor, list[int]]
         self._pooled: dict[str, losses.Metric] = {}
@@ -221,7 +222,9 @@ class AblationTrainer(GRPOTrainer):
         off_policy = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
         with torch.no_grad(), self._meter.time("logps"):
             for batch in batches:
-                if off_policy or self._shapes_rewards or "sampling_per_token_logps" in batch:
+                # On-policy the loss itself takes o = n; a token that the sampler has not scored stands for o as well.
+                unscored = "sampling_per_token_logps" in batch and batch["sampling_per_token_logps"].isnan().any()
+                if off_policy or self._shapes_rewards or unscored:
                     batch["old_per_token_logps"] = self._logps(self.model, batch)[0]
                 if self.beta != 0 and self.variant.vocabulary is None:
                     with self._reference() as model:
@@ -236,13 +239,27 @@ class AblationTrainer(GRPOTrainer):
             self.on_generation(self._generation)
 
     def _log_rollout(self, generation: Generation) -> None:
-        """The engine's own figures, and how far its log-probs are from the trainer's."""
-        figures = {} if self._drawn is None else dict(self._drawn.stats)
-        if generation.has("sampling_per_token_logps"):
-            old, sampling = (generation.column(f"{n}_per_token_logps") for n in ("old", "sampling"))
-            kept = None if self._drawn is None else self._drawn.log_kept
-            figures |= mismatch.figures(old, sampling, generation.column("completion_mask"), kept)
-        for name, value in figures.items():
+        """The engine's own figures, and how far its log-probs are from the trainer's, once those are known."""
+        self._own_logps = []
+        for name, value in ({} if self._drawn is None else self._drawn.stats).items():
+            self._metrics["train"][name].append(value)
+        if generation.has("old_per_token_logps"):
+            self._compare(torch.arange(len(generation.prompts)), generation.column("old_per_token_logps"))
+
+    def _compare(self, rows: Tensor, logps: Tensor) -> None:
+        """Takes the trainer's log-probs of rows of the generation; with the last of them the figures are logged."""
+        generation = self._generation
+        if generation is None or not generation.has("sampling_per_token_logps") or self._own_logps is None:
+            return
+        self._own_logps.append((rows.to(logps.device), logps))
+        if sum(len(rows) for rows, _ in self._own_logps) < len(generation.prompts):
+            return
+        order = torch.cat([rows for rows, _ in self._own_logps]).argsort()
+        own = torch.cat([logps for _, logps in self._own_logps])[order]
+        self._own_logps = None
+        kept = None if self._drawn is None else self._drawn.log_kept
+        mask = generation.column("completion_mask")
+        for name, value in mismatch.figures(own, generation.column("sampling_per_token_logps"), mask, kept).items():
             self._metrics["train"][name].append(value)
 
     def _set_normalisers(self, batches: list[dict[str, Any]]) -> None:
@@ -315,6 +332,8 @@ class AblationTrainer(GRPOTrainer):
                     **self.loss_params,
                 )
                 metrics.update(out.metrics)
+                if "row" in inputs:
+                    self._compare(inputs["row"], out.per_token_logps)
                 return out.loss
 
             loss = self._with_head(model, inputs, loss_of)

@@ -104,15 +104,15 @@ class VllmEngine:
         for start in range(0, len(prompt_ids), size):
             part = prompt_ids[start : start + size]
             params = [self._params(step, row, num_generations) for row in range(start, start + len(part))]
-            recorder = sampling.KeptMass(self.live.worker.model_runner) if truncates else contextlib.nullcontext()
+            recorder = sampling.Recorder(self.live.worker.model_runner, kept=truncates)
             with self._generator(derive_seed(seed, start)), recorder:
                 outputs = self.live.generate(part, params)
             for output in outputs:
-                completion = output.outputs[0]
-                rollout.completion_ids.append(list(completion.token_ids))
-                rollout.logps.append(sampling.logps_of(completion))
-                if isinstance(recorder, sampling.KeptMass):
-                    kept.append(recorder.of(output.request_id, len(completion.token_ids)))
+                ids = list(output.outputs[0].token_ids)
+                logps, masses = recorder.of(output.request_id, len(ids))
+                rollout.completion_ids.append(ids)
+                rollout.logps.append(logps)
+                kept.append(masses)
         rollout.log_kept = kept if truncates else None
         return rollout
 
@@ -172,9 +172,12 @@ class VllmEngine:
         if room < 1:
             raise EngineError(f"a prompt of {len(prompt)} tokens leaves no room within max_model_len")
         live.set_temperature(1.0)
-        params = sampling.greedy_params(min(CHECK_TOKENS, room), self.eos_token_ids, logprobs=True)
-        completion = live.generate([prompt], params)[0].outputs[0]
-        ids = list(completion.token_ids)
+        params = sampling.greedy_params(min(CHECK_TOKENS, room), self.eos_token_ids, past_end=True)
+        recorder = sampling.Recorder(live.worker.model_runner)
+        with recorder:
+            output = live.generate([prompt], params)[0]
+        ids = list(output.outputs[0].token_ids)
+        logps = torch.tensor(recorder.of(output.request_id, len(ids))[0])
         device = next(model.parameters()).device
         training = model.training
         model.eval()
@@ -183,7 +186,7 @@ class VllmEngine:
             logits = model(input_ids=torch.tensor([[*prompt, *ids]], device=device)).logits[0, len(prompt) - 1 : -1]
         model.train(training)
         own = logits.float().log_softmax(-1).gather(1, torch.tensor(ids, device=device).unsqueeze(1)).squeeze(1)
-        difference = (own - torch.tensor(sampling.logps_of(completion), device=device)).abs().mean().item()
+        difference = (own - logps.to(device)).abs().mean().item()
         if not difference <= self.tolerance():
             raise EngineError(
                 f"engine and trainer disagree on the policy: log-probs of a greedy completion differ by "

@@ -72,6 +72,11 @@ class Live:
             if name in _REFUSED:
                 raise ValueError(f"vllm.{name} cannot be set: it follows from {_REFUSED[name]}")
         self.spec, self.device, self.broken = spec, spec.device, False
+        if memory.pool_bytes():
+            print(
+                "vLLM: an earlier engine of this process holds memory still; this one stays resident between rollouts"
+            )
+            given = {"enable_sleep_mode": False, **given}
         config = AutoConfig.from_pretrained(spec.folder, local_files_only=True, trust_remote_code=False)
         free, total = memory.memory(self.device)
         self.plan = memory.plan(
@@ -158,7 +163,8 @@ class Live:
 
             request = LoRARequest(f"policy-{self.version}", sync.ADAPTER_ID, "memory")
         prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
-        return self.llm.generate(prompts, params, lora_request=request, use_tqdm=False)
+        with _no_collection():
+            return self.llm.generate(prompts, params, lora_request=request, use_tqdm=False)
 
     def set_temperature(self, temperature: float) -> None:
         sampling.set_scale(self.model, temperature)
@@ -166,6 +172,9 @@ class Live:
     def shutdown(self) -> None:
         """Ends the engine and frees what it held."""
         self.broken = True
+        with contextlib.suppress(Exception):
+            self.kv.wake_weights()  # blocks that are not mapped cannot be freed
+            self.kv.wake()
         with contextlib.suppress(Exception):
             self.llm.llm_engine.engine_core.shutdown()
         for name in ("llm", "worker", "kv", "adapter"):
@@ -176,6 +185,10 @@ class Live:
         with contextlib.suppress(Exception):
             cleanup_dist_env_and_memory()
         gc.collect()
+        if self.device.type == "cuda":
+            with contextlib.suppress(Exception):
+                memory.free_pool()
+            torch.cuda.empty_cache()
 
 
 _live: Live | None = None
@@ -256,6 +269,18 @@ def _keeping_generators(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """vLLM makes objects at every token, and a collection would walk all that trainer and libraries have made."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -121,13 +123,53 @@ def plan(
         # Start-up refuses where less than this share of the card is free, though the KV cache has its own size.
         options["gpu_memory_utilization"] = round(max(0.01, min(0.95, 0.95 * free / total)), 3)
         options["enable_sleep_mode"] = True
+    if device.type == "cuda" and not given.get("enforce_eager"):
+        # A graph for each decode size and nothing compiled: most of a rollout is decode, and start-up is much shorter.
+        options["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": graph_sizes(sequences),
+            "cudagraph_specialize_lora": False,
+        }
     return {**options, **given}
+
+
+def graph_sizes(sequences: int) -> list[int]:
+    """Batch sizes to capture: a running batch is padded to the next, so they are close where batches end up small."""
+    sizes = {1, 2, 4, *range(8, min(sequences, 64) + 1, 8), *range(64, sequences + 1, 16), sequences}
+    return sorted(size for size in sizes if size <= sequences)
 
 
 def rows_per_call(options: Mapping[str, Any], kv_tokens: int, longest: int) -> int:
     """Completions of `longest` tokens, prompt included, that the KV cache holds at once, so that none is put back."""
     blocks = math.ceil(longest / BLOCK) * BLOCK
     return max(1, min(int(options["max_num_seqs"]), kv_tokens // blocks))
+
+
+_KEPT: list[Any] = []  # pools of ended engines: torch must not free blocks that have been freed by hand
+
+
+def pool_bytes() -> int:
+    """Bytes that an earlier engine of this process still holds in vLLM's sleep-mode allocator; it serves only one."""
+    module = sys.modules.get("vllm.device_allocator.cumem")
+    if module is None or module.CuMemAllocator.instance is None:
+        return 0
+    return int(module.CuMemAllocator.instance.get_current_usage())
+
+
+def free_pool() -> None:
+    """Frees what an ended engine has left unused in that allocator, as vLLM itself does after loading."""
+    module = sys.modules.get("vllm.device_allocator.cumem")
+    if module is None or module.CuMemAllocator.instance is None:
+        return
+    gc.collect()
+    torch.cuda.synchronize()
+    allocator = module.CuMemAllocator.instance
+    for pool in allocator.allocator_and_pools.values():
+        _KEPT.append(pool)
+        for block in pool[0].snapshot():
+            if block["allocated_size"] == 0 and block["address"] in allocator.pointer_to_data:
+                module.unmap_and_release(allocator._python_free_callback(block["address"]))
 
 
 class KVCache:

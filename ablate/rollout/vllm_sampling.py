@@ -1,12 +1,12 @@
 """`sampling.*` as vLLM's SamplingParams: every option by its name, none dropped, and the log-probs that come back.
 
-Which log-probs. vLLM can report the distribution it draws from after truncation (`processed`) or the model's before
+Which log-probs. vLLM reports either the distribution it draws from after truncation (`processed`) or the model's before
 anything is done to it (`raw`). Neither is the temperature-only distribution that the trainer scores with, so the
 temperature goes into the engine's logits scale, tokens are drawn at temperature 1, and raw log-probs are read: they are
 those of the temperature-only distribution under any min_p, top_p and top_k. The importance ratio is built from them.
 With the truncated distribution it would be the probability mass that truncation kept, a product over the completion
 that is never above 1 and falls to e^-10 within a few dozen tokens, and would scale the gradient by it. That mass is
-measured instead (`KeptMass`). Penalties, logit_bias, bad_words, allowed_token_ids, min_tokens and structured outputs
+measured instead (`Recorder`). Penalties, logit_bias, bad_words, allowed_token_ids, min_tokens and structured outputs
 change the distribution too and are not in the raw log-probs either.
 """
 
@@ -26,9 +26,9 @@ from ablate.rollout import derive_seed
 OWNED = {
     "n": "train.num_generations says how many completions a prompt gets",
     "max_tokens": "train.max_completion_length is the limit",
-    "logprobs": "the log-prob of every drawn token is always read",
+    "logprobs": "the log-prob of every drawn token is read off the sampler",
     "prompt_logprobs": "prompts are not scored by the engine",
-    "logprob_token_ids": "the log-prob of every drawn token is always read",
+    "logprob_token_ids": "the log-prob of every drawn token is read off the sampler",
     "detokenize": "text is made by the trainer's tokenizer",
     "output_kind": "completions are read when they are finished",
     "flat_logprobs": "the engine sets it",
@@ -95,27 +95,24 @@ def params(options: Mapping[str, Any], max_tokens: int, eos_token_ids: Sequence[
     values = {k: v for k, v in options.items() if k not in ("temperature", "seed")}
     if not values.get("ignore_eos"):
         values["stop_token_ids"] = sorted({*values.get("stop_token_ids", []), *eos_token_ids})
-    if "flat_logprobs" in SamplingParams.__struct_fields__:
-        values["flat_logprobs"] = True
     try:
         return SamplingParams(
             **values,
             temperature=1.0,
             seed=seed,
             max_tokens=max_tokens,
-            logprobs=0,
             detokenize=bool(values.get("stop")),  # stop strings are looked for in text
         )
     except Exception as error:  # vLLM's own kinds are not all ValueErrors
         raise SamplingError(f"sampling: vLLM refuses these options: {error}") from error
 
 
-def greedy_params(max_tokens: int, eos_token_ids: Sequence[int], logprobs: bool = False) -> Any:
-    """SamplingParams of the most likely completion; with `logprobs` it runs past end tokens and is scored."""
+def greedy_params(max_tokens: int, eos_token_ids: Sequence[int], past_end: bool = False) -> Any:
+    """SamplingParams of the most likely completion; `past_end`: end tokens do not end it."""
     from vllm import SamplingParams
 
-    if logprobs:
-        return SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=0, ignore_eos=True, detokenize=False)
+    if past_end:
+        return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=list(eos_token_ids), detokenize=False)
 
 
@@ -129,14 +126,6 @@ def truncates(options: Mapping[str, Any]) -> bool:
     return any(name in options and options[name] not in (off, -1) for name, off in TRUNCATING.items())
 
 
-def logps_of(output: Any) -> list[float]:
-    """Log-probs of a completion's tokens, from vLLM's flat or nested form."""
-    found = output.logprobs
-    if hasattr(found, "start_indices"):
-        return [found.logprobs[start] for start in found.start_indices]
-    return [entry[token].logprob for entry, token in zip(found, output.token_ids, strict=True)]
-
-
 def set_scale(model: Any, temperature: float) -> None:
     """Puts 1 / temperature into the model's logits scale, on top of the scale that the architecture has."""
     processor = model.logits_processor
@@ -146,43 +135,77 @@ def set_scale(model: Any, temperature: float) -> None:
     processor.scale = processor._own_scale / temperature
 
 
-class KeptMass:
-    """Records log(mass kept by truncation) of every drawn token: raw minus processed log-prob.
+class Recorder:
+    """Reads the log-prob of every drawn token off the sampler, on the device, for as long as `with` lasts.
 
-    Installed on the sampler of the model runner for as long as `with` lasts.
+    vLLM's own log-probs are copied to the host and unpacked request by request at every token, which costs more than a
+    small model's forward; here one tensor a step stays on the device until the end. kept: also records the log of the
+    mass that truncation kept, raw minus processed log-prob.
     """
 
-    def __init__(self, runner: Any) -> None:
-        self.runner, self.sampler = runner, runner.sampler
-        self.rows: dict[str, list[Tensor]] = {}
+    def __init__(self, runner: Any, kept: bool = False) -> None:
+        self.runner, self.sampler, self.kept = runner, runner.sampler, kept
+        self._steps: list[tuple[list[str], Any, Tensor, Tensor | None]] = []
+        self._mass: Tensor | None = None
+        self._rows: dict[str, list[tuple[float, float]]] = {}
 
-    def __enter__(self) -> KeptMass:
-        original = self.sampler.sample
+    def __enter__(self) -> Recorder:
+        forward, sample = self.sampler.forward, self.sampler.sample
 
-        def sample(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-            raw = logits.log_softmax(-1, dtype=torch.float32)  # sample() works in place
-            inner = self.sampler.topk_topp_sampler
-            mode, forward = inner.logprobs_mode, inner.forward
-            inner.logprobs_mode, inner.forward = "processed_logprobs", inner.forward_native
-            try:
-                drawn, processed = original(logits, *args, **kwargs)
-            finally:
-                inner.logprobs_mode, inner.forward = mode, forward
-            if processed is not None:
-                index = drawn.long().view(-1, 1)
-                mass = (raw.gather(1, index) - processed.gather(1, index)).squeeze(1)
-                for name, value in zip(self.runner.input_batch.req_ids, mass, strict=False):
-                    request = name.split("-")[0]  # vLLM may append digits of its own
-                    self.rows.setdefault(request, []).append(value)
-            return drawn, None
+        def recorded(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+            raw = logits.log_softmax(-1, dtype=torch.float32)  # the sampler works in place
+            self._mass = None
+            out = forward(logits, *args, **kwargs)
+            tokens = out.sampled_token_ids.long().view(-1, 1)
+            discarded = self.runner.discard_request_mask.np[: len(tokens)].copy()  # parts of long prompts
+            names = list(self.runner.input_batch.req_ids[: len(tokens)])
+            self._steps.append((names, discarded, raw.gather(1, tokens).squeeze(1), self._mass))
+            return out
 
-        self.sampler.sample = sample
+        self.sampler.forward = recorded
+        if self.kept:
+            self.sampler.sample = lambda *args, **kwargs: self._sample(sample, *args, **kwargs)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        del self.sampler.sample
+        del self.sampler.forward
+        if self.kept:
+            del self.sampler.sample
+        if exc[0] is None:
+            self._collect()
 
-    def of(self, request: str, length: int) -> list[float]:
-        """Log kept mass of a request's `length` tokens; [] where vLLM also drew tokens that it threw away."""
-        values = self.rows.get(request, [])
-        return torch.stack(values).tolist() if len(values) == length > 0 else []
+    def _sample(self, sample: Any, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        raw = logits.log_softmax(-1, dtype=torch.float32)
+        inner = self.sampler.topk_topp_sampler
+        before = inner.logprobs_mode, inner.forward
+        inner.logprobs_mode, inner.forward = "processed_logprobs", inner.forward_native
+        try:
+            drawn, processed = sample(logits, *args, **kwargs)
+        finally:
+            inner.logprobs_mode, inner.forward = before
+        if processed is not None:
+            index = drawn.long().view(-1, 1)
+            self._mass = (raw.gather(1, index) - processed.gather(1, index)).squeeze(1)
+        return drawn, None
+
+    def _collect(self) -> None:
+        if not self._steps:
+            return
+        logps = torch.cat([step[2] for step in self._steps]).tolist()
+        masses = torch.cat([torch.zeros_like(s[2]) if s[3] is None else s[3] for s in self._steps]).tolist()
+        at = 0
+        for names, discarded, _, _ in self._steps:
+            for name, dropped in zip(names, discarded, strict=True):
+                if not dropped:  # vLLM may append a part of its own to a request's name
+                    self._rows.setdefault(name.split("-")[0], []).append((logps[at], masses[at]))
+                at += 1
+        self._steps.clear()
+
+    def of(self, request: str, length: int) -> tuple[list[float], list[float]]:
+        """(log-probs, log of the kept mass) of a request's `length` tokens; NaN for a token that was not seen.
+
+        A step that was scheduled before the end token was known comes after them and is left out.
+        """
+        rows = self._rows.get(request, [])[:length]
+        rows = rows + [(math.nan, math.nan)] * (length - len(rows))
+        return [row[0] for row in rows], [row[1] for row in rows]

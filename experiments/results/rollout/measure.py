@@ -3,12 +3,13 @@
     python experiments/results/rollout/measure.py --out DIR [--parts small,memory,large,fp8,stock]
 
     small   SmolLM2-135M's shape, LoRA r = 16, 64 completions of 256 tokens a step: step time by part, adapter refresh
-    memory  the same engine, 200 steps of 64 x 64 tokens: device memory after step 20 and after step 200
+    memory  two of its layers, 200 steps of 64 completions of 64 tokens: device memory after steps 20 and 200
     large   Llama-3.1-8B's shape, bf16 LoRA: memory without KV cache, release and wake, shared against unshared weights
     fp8     tokens that a GiB of KV cache holds and log-prob mismatch, fp8 against bf16, on SmolLM2's shape
     stock   the step of `small` by TRL's GRPOTrainer with colocated vLLM and sleep mode, in a process of its own
 
-Writes DIR/<part>.json as each part ends. Compare only what one call has measured.
+Each part runs in a process of its own; they load side by side and measure one after the other. Writes DIR/<part>.json
+as each part ends. Compare only what one call has measured.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from typing import Any
 SHAPES = {
     "smollm2": dict(
         hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=8192, rope_theta=100000.0,
+    ),
+    "thin": dict(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=2, num_attention_heads=9, num_key_value_heads=3,
         vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=8192, rope_theta=100000.0,
     ),
     "llama8b": dict(
@@ -188,14 +193,66 @@ def backend() -> str:
 def small() -> dict[str, Any]:
     from ablate.rollout import vllm_live
 
-    live = vllm_live.acquire(spec(folder("smollm2", True), 64, 256))
-    return train(live, live.shared_model(), 64, 256, 24)
+    path = folder("smollm2", True)
+    try:
+        live = vllm_live.acquire(spec(path, 64, 256))
+    except vllm_live.EngineError as error:
+        print("with decode graphs alone:", error)
+        live = vllm_live.acquire(spec(path, 64, 256, compilation_config={"cudagraph_specialize_lora": False}))
+    out = train(live, live.shared_model(), 64, 256, 16)
+    return out | {"generate_ms": breakdown(live)}
+
+
+def breakdown(live: Any) -> dict[str, float]:
+    """Milliseconds of 64 x 256 tokens, by what is asked of the engine."""
+    import torch
+    from vllm import SamplingParams
+
+    from ablate.models import load_tokenizer
+    from ablate.rollout import vllm_sampling
+
+    live.wake()
+    tokenizer = load_tokenizer(live.spec.folder)
+    ids = [tokenizer(p)["input_ids"] for p in prompts(8) for _ in range(8)]
+    plain = SamplingParams(max_tokens=256, ignore_eos=True, detokenize=False)
+    scored = SamplingParams(max_tokens=256, ignore_eos=True, detokenize=False, logprobs=0)
+    seeded = [SamplingParams(max_tokens=256, ignore_eos=True, detokenize=False, seed=i) for i in range(64)]
+
+    def base(params: Any) -> Any:
+        adapter, live.adapter = live.adapter, None
+        try:
+            return live.generate(ids, params)
+        finally:
+            live.adapter = adapter
+
+    def recorded() -> Any:
+        with vllm_sampling.Recorder(live.worker.model_runner):
+            return live.generate(ids, plain)
+
+    cases = {
+        "adapter": lambda: live.generate(ids, plain),
+        "adapter, log-probs read off the sampler": recorded,
+        "adapter, vLLM's log-probs": lambda: live.generate(ids, scored),
+        "adapter, a generator per request": lambda: live.generate(ids, seeded),
+        "no adapter": lambda: base(plain),
+    }
+    out = {}
+    for name, case in cases.items():
+        times = []
+        for _ in range(3):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            case()
+            torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - started))
+        out[name] = min(times)
+    return out
 
 
 def memory() -> dict[str, Any]:
     from ablate.rollout import vllm_live
 
-    live = vllm_live.acquire(spec(folder("smollm2", True), 64, 256))
+    live = vllm_live.acquire(spec(folder("thin", True), 64, 64))
     out = train(live, live.shared_model(), 64, 64, 200, min_p=0.05)
     used = out.pop("used_bytes")
     out |= {"used_after_20": used[19], "used_after_200": used[199], "growth": used[199] / used[19] - 1}
@@ -207,9 +264,6 @@ def large() -> dict[str, Any]:
 
     from ablate.rollout import vllm_live, vllm_memory
 
-    vllm_live.release()
-    gc.collect()
-    torch.cuda.empty_cache()
     device = torch.device("cuda:0")
     before = vllm_memory.used(device)
     path = folder("llama8b", False)
@@ -257,6 +311,7 @@ def fp8() -> dict[str, Any]:
         options = {"kv_cache_dtype": kind, "kv_cache_memory_bytes": 2 * GIB, "enforce_eager": True}
         live = vllm_live.acquire(spec(folder("smollm2", True), 64, 256, **options))
         out[kind] = {"tokens_per_gib": live.kv_tokens / 2} | train(live, live.shared_model(), 64, 128, 5)
+        out[kind]["sleep_mode"] = live.kv.able
     out["ratio"] = out["fp8"]["tokens_per_gib"] / out["auto"]["tokens_per_gib"]
     return out
 
@@ -310,20 +365,42 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     asked = options.parts.split(",")
+    if len(asked) == 1:
+        measure(asked[0], options.out)
+        return
+    command = [sys.executable, __file__, "--out", str(options.out), "--parts"]
+    running = []
     for part in asked:
-        if part == "stock" and len(asked) > 1:  # TRL starts an engine of its own
-            subprocess.run([sys.executable, __file__, "--out", str(options.out), "--parts", "stock"], check=False)
-            continue
-        started = time.perf_counter()
-        try:
-            result = PARTS[part]()
-        except Exception:
-            traceback.print_exc()
-            result = {"error": traceback.format_exc()}
-        result |= {"part": part, "wall_seconds": round(time.perf_counter() - started, 1), **provenance()}
-        (options.out / f"{part}.json").write_text(json.dumps(result, indent=1, default=str) + "\n")
-        brief = {k: v for k, v in result.items() if k not in ("step_seconds", "used_bytes", "error", "versions")}
-        print(part, json.dumps(brief, default=str)[:2500], flush=True)
+        running.append(subprocess.Popen([*command, part], env={**os.environ, "MEASURE_ORDER": ",".join(asked)}))
+    for process in running:
+        process.wait()
+
+
+def measure(part: str, out: Path) -> None:
+    import trl  # noqa: F401
+    import vllm  # noqa: F401
+
+    import ablate.trainer  # noqa: F401
+
+    before = os.environ.get("MEASURE_ORDER", part).split(",")
+    before = before[: before.index(part)]
+    while not all((out / f"{name}.json").is_file() for name in before):
+        time.sleep(0.1)
+    time.sleep(1.5 if before else 0)  # for the memory of the part before
+    started = time.perf_counter()
+    try:
+        result = PARTS[part]()
+    except Exception:
+        traceback.print_exc()
+        result = {"error": traceback.format_exc()}
+    result |= {"part": part, "wall_seconds": round(time.perf_counter() - started, 1), **provenance()}
+    text = json.dumps(result, indent=1, default=str) + "\n"
+    brief = {k: v for k, v in result.items() if k not in ("step_seconds", "used_bytes", "error", "versions")}
+    print(part, json.dumps(brief, default=str)[:2500], flush=True)
+    partial = out / f"{part}.partial"
+    partial.write_text(text)
+    partial.rename(out / f"{part}.json")
+    os._exit(0)  # the next part has waited for this one's memory
 
 
 if __name__ == "__main__":

@@ -1,0 +1,82 @@
+"""What an engine may take beside a trainer, computed without vLLM or a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from ablate.rollout import vllm_memory as memory
+
+GIB = memory.GIB
+CUDA = torch.device("cuda:0")
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+    vocab_size=128256, max_position_embeddings=8192,
+)  # fmt: skip
+PARAMETERS = 8_030_261_248
+
+
+def plan(free: float, sequences: int = 64, length: int = 1024, reserve: int = 0, **given: Any) -> dict[str, Any]:
+    need = memory.Need(sequences, prompt=length // 4, completion=length - length // 4, reserve=reserve)
+    return memory.plan(
+        LLAMA_8B, need, torch.bfloat16, CUDA, given,
+        free=int(free * GIB), total=140 * GIB, parameters=PARAMETERS,
+    )  # fmt: skip
+
+
+def test_bytes_per_token() -> None:
+    assert memory.kv_bytes_per_token(LLAMA_8B, torch.bfloat16) == 2 * 32 * 8 * 128 * 2
+    assert memory.kv_bytes_per_token(LLAMA_8B, torch.bfloat16, "fp8") == 2 * 32 * 8 * 128
+    assert memory.parameters_of(LLAMA_8B) == PARAMETERS
+
+
+def test_kv_cache_is_what_the_rollout_needs_and_no_more_than_there_is() -> None:
+    roomy, tight = plan(138), plan(24)
+    per_token = memory.kv_bytes_per_token(LLAMA_8B, torch.bfloat16)
+    assert 64 * 1024 * per_token <= roomy["kv_cache_memory_bytes"] <= 64 * 1280 * per_token
+    assert tight["kv_cache_memory_bytes"] < 24 * GIB - 2 * PARAMETERS
+    assert memory.rows_per_call(tight, tight["kv_cache_memory_bytes"] // per_token, 1024) < 64
+    assert memory.rows_per_call(roomy, roomy["kv_cache_memory_bytes"] // per_token, 1024) == 64
+    assert roomy["gpu_memory_utilization"] <= 138 / 140
+    assert plan(24, reserve=3 * GIB)["kv_cache_memory_bytes"] < tight["kv_cache_memory_bytes"]
+
+
+def test_what_the_user_sets_stays() -> None:
+    given = {"max_num_seqs": 8, "max_model_len": 2048, "kv_cache_memory_bytes": GIB, "enable_prefix_caching": False}
+    options = plan(138, **given)
+    assert {k: options[k] for k in given} == given
+    assert "compilation_config" not in plan(138, enforce_eager=True)
+    assert plan(138, max_num_seqs=8)["kv_cache_memory_bytes"] < plan(138)["kv_cache_memory_bytes"]
+    full, half = (plan(138, kv_cache_dtype=kind)["kv_cache_memory_bytes"] for kind in ("auto", "fp8"))
+    assert half * 2 == full
+
+
+def test_what_cannot_fit_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"KV cache.*free.*kv_cache_dtype=fp8"):
+        plan(15.0, length=8192)
+    with pytest.raises(ValueError, match="max_completion_length=9000"):
+        plan(138, length=12000)
+
+
+def test_graph_sizes() -> None:
+    assert memory.graph_sizes(1) == [1]
+    assert memory.graph_sizes(20) == [1, 2, 4, 8, 16, 20]
+    assert memory.graph_sizes(256)[-1] == 256 and len(memory.graph_sizes(256)) < 30
+
+
+class Allocator:
+    """A stand-in for the engine's side of the KV cache."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        config = type("C", (), {"enable_sleep_mode": False})
+        self.llm_engine = type("E", (), {"vllm_config": type("V", (), {"model_config": config})})
+
+
+def test_without_sleep_mode_nothing_is_released() -> None:
+    cache = memory.KVCache(Allocator(), None, torch.device("cpu"))
+    assert cache.release() == 0 and cache.asleep is None
+    cache.wake()
