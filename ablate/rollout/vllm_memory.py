@@ -93,7 +93,11 @@ def plan(
         raise ValueError(f"train.max_completion_length={need.completion}: the model takes {limit} tokens in all")
     length = int(given.get("max_model_len") or min(limit, need.length))
     sequences = int(given.get("max_num_seqs") or min(max(1, need.sequences), MAX_SEQUENCES))
-    batched = int(given.get("max_num_batched_tokens") or max(4096 if device.type == "cuda" else 1024, sequences))
+    # On a CPU vLLM cannot split a prompt that has a generator of its own, so there no prompt is split.
+    split = device.type == "cuda"
+    batched = int(
+        given.get("max_num_batched_tokens") or max(4096 if split else 1024, sequences, 0 if split else length)
+    )
     per_token = kv_bytes_per_token(config, dtype, given.get("kv_cache_dtype", "auto"))
     weights = parameters * (0.65 if given.get("quantization") == "bitsandbytes" else dtype.itemsize)
     sampler = SAMPLER_BYTES * sequences * config.get_text_config().vocab_size
@@ -115,7 +119,7 @@ def plan(
         "max_num_seqs": sequences,
         "max_num_batched_tokens": batched,
         "kv_cache_memory_bytes": kv,
-        "enable_chunked_prefill": True,
+        "enable_chunked_prefill": split,
         "enable_prefix_caching": True,
         "enforce_eager": device.type != "cuda",
     }

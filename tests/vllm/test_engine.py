@@ -265,6 +265,19 @@ def test_seeds(lora: Any) -> None:
     assert draw(plain, model, seed=1).completion_ids != draw(plain, model, seed=2).completion_ids
 
 
+def test_seeds_with_more_prompt_tokens_than_a_step_takes(tiny: Path) -> None:
+    need = memory.Need(sequences=64, prompt=80, completion=8)
+    live = vllm_live.acquire(Spec(tiny, "tiny", torch.float32, torch.device("cpu"), 8, need, {}))
+    model = adapted(live.shared_model(), 0.1)
+    e = engine(live, length=2, seed=1)
+    prompts = [PROMPT * 12] * 40
+    assert sum(map(len, prompts)) > live.plan["max_num_batched_tokens"]
+    first = e.generate(model, prompts, seed=0, step=0, num_generations=8)
+    again = e.generate(model, prompts, seed=0, step=0, num_generations=8)
+    assert first.completion_ids == again.completion_ids
+    assert len({tuple(ids) for ids in first.completion_ids}) > 1
+
+
 def test_drawing_leaves_the_process_generator_alone(lora: Any) -> None:
     live, model = lora
     torch.manual_seed(derive_seed("x") % 2**32)

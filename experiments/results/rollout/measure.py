@@ -3,7 +3,7 @@
     python experiments/results/rollout/measure.py --out DIR [--parts small,memory,large,fp8,stock]
 
     small   SmolLM2-135M's shape, LoRA r = 16, 64 completions of 256 tokens a step: step time by part, adapter refresh
-    memory  two of its layers, 200 steps of 64 completions of 64 tokens: device memory after steps 20 and 200
+    memory  two of its layers, 200 steps of 64 completions of 16 tokens: device memory after steps 20 and 200
     large   Llama-3.1-8B's shape, bf16 LoRA: memory without KV cache, release and wake, shared against unshared weights
     fp8     tokens that a GiB of KV cache holds and log-prob mismatch, fp8 against bf16, on SmolLM2's shape
     stock   the step of `small` by TRL's GRPOTrainer with colocated vLLM and sleep mode, in a process of its own
@@ -122,14 +122,14 @@ def median(values: list[float]) -> float:
     return statistics.median(values)
 
 
-def spec(path: Path, rows: int, length: int, **options: Any) -> Any:
+def spec(path: Path, rows: int, length: int, rank: int = 16, **options: Any) -> Any:
     import torch
 
     from ablate.rollout import vllm_memory
     from ablate.rollout.vllm import Spec
 
     need = vllm_memory.Need(sequences=rows, prompt=PROMPT + 16, completion=length)
-    return Spec(path, path.name, torch.bfloat16, torch.device("cuda:0"), 16, need, options)
+    return Spec(path, path.name, torch.bfloat16, torch.device("cuda:0"), rank, need, options)
 
 
 def train(live: Any, model: Any, rows: int, length: int, steps: int, shared: bool = True, **options: Any) -> dict:
@@ -144,7 +144,7 @@ def train(live: Any, model: Any, rows: int, length: int, steps: int, shared: boo
     trainer = AblationTrainer(
         model=model, reward_funcs=[reward], args=arguments(Path("/tmp/out"), rows, length, steps),
         train_dataset=Dataset.from_dict({"prompt": prompts(64)}), processing_class=load_tokenizer(live.spec.folder),
-        peft_config=lora(), loss_variant="reference", loss_backend=backend(), callbacks=[clock.callback],
+        peft_config=lora() if live.spec.rank else None, loss_variant="reference", loss_backend=backend(), callbacks=[clock.callback],
     )  # fmt: skip
     trainer.engine = VllmEngine(
         live, eos_token_ids=[1], max_completion_length=length, run_seed=1, options=options, shared=shared
@@ -160,7 +160,7 @@ def train(live: Any, model: Any, rows: int, length: int, steps: int, shared: boo
         "step_seconds_median": median(seconds[3:]),
         "step_seconds": [round(s, 4) for s in seconds][:40],
         "medians": {k: median([row[k] for row in logs[3:]]) for k in parts},
-        "direct_adapter_copy": live.adapter.direct,
+        "direct_adapter_copy": live.adapter is not None and live.adapter.direct,
         "engine": trainer.engine.describe(),
         "used_bytes": clock.used,
     }
@@ -199,7 +199,7 @@ def small() -> dict[str, Any]:
     except vllm_live.EngineError as error:
         print("with decode graphs alone:", error)
         live = vllm_live.acquire(spec(path, 64, 256, compilation_config={"cudagraph_specialize_lora": False}))
-    out = train(live, live.shared_model(), 64, 256, 16)
+    out = train(live, live.shared_model(), 64, 256, 13)
     return out | {"generate_ms": breakdown(live)}
 
 
@@ -239,7 +239,7 @@ def breakdown(live: Any) -> dict[str, float]:
     out = {}
     for name, case in cases.items():
         times = []
-        for _ in range(3):
+        for _ in range(2):
             torch.cuda.synchronize()
             started = time.perf_counter()
             case()
@@ -253,10 +253,30 @@ def memory() -> dict[str, Any]:
     from ablate.rollout import vllm_live
 
     live = vllm_live.acquire(spec(folder("thin", True), 64, 64))
-    out = train(live, live.shared_model(), 64, 64, 200, min_p=0.05)
+    out = train(live, live.shared_model(), 64, 16, 200, min_p=0.05)
     used = out.pop("used_bytes")
     out |= {"used_after_20": used[19], "used_after_200": used[199], "growth": used[199] / used[19] - 1}
+    try:
+        out["full_fine_tuning"] = full()
+    except Exception:
+        out["full_fine_tuning"] = traceback.format_exc()
     return out
+
+
+def full() -> dict[str, Any]:
+    """All weights trained, on another engine of the same process: the engine sleeps while the trainer steps."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ablate.rollout import vllm_live
+
+    vllm_live.release()
+    path = folder("thin", True)
+    live = vllm_live.acquire(spec(path, 64, 16, rank=0, enforce_eager=True))
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).cuda()
+    out = train(live, model, 64, 16, 5, shared=False)
+    return out | {"sleep_mode": live.kv.able}
 
 
 def large() -> dict[str, Any]:
@@ -291,14 +311,14 @@ def large() -> dict[str, Any]:
         torch.cuda.synchronize()
         turns.append((1e3 * (t1 - t0), 1e3 * (time.perf_counter() - t1), freed))
     out["wake_ms"], out["release_ms"], out["freed_bytes"] = (median([t[i] for t in turns]) for i in range(3))
-    out["shared"] = train(live, model, 32, 128, 8)
+    out["shared"] = train(live, model, 32, 128, 6)
     del model
     gc.collect()
     torch.cuda.empty_cache()
     copy = live.shared_model()
     for p in copy.parameters():
         p.data = p.data.clone()
-    out["unshared"] = train(live, copy, 32, 128, 8, shared=False)
+    out["unshared"] = train(live, copy, 32, 128, 6, shared=False)
     out["shared_over_unshared"] = out["shared"]["step_seconds_median"] / out["unshared"]["step_seconds_median"]
     return out
 
@@ -310,7 +330,7 @@ def fp8() -> dict[str, Any]:
     for kind in ("auto", "fp8"):
         options = {"kv_cache_dtype": kind, "kv_cache_memory_bytes": 2 * GIB, "enforce_eager": True}
         live = vllm_live.acquire(spec(folder("smollm2", True), 64, 256, **options))
-        out[kind] = {"tokens_per_gib": live.kv_tokens / 2} | train(live, live.shared_model(), 64, 128, 5)
+        out[kind] = {"tokens_per_gib": live.kv_tokens / 2} | train(live, live.shared_model(), 64, 64, 5)
         out[kind]["sleep_mode"] = live.kv.able
     out["ratio"] = out["fp8"]["tokens_per_gib"] / out["auto"]["tokens_per_gib"]
     return out
@@ -327,7 +347,7 @@ def stock() -> dict[str, Any]:
     trainer = GRPOTrainer(
         model=str(path), reward_funcs=[reward],
         args=arguments(
-            Path("/tmp/stock"), 64, 256, 16, use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=True,
+            Path("/tmp/stock"), 64, 256, 10, use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=True,
             vllm_gpu_memory_utilization=0.3, vllm_max_model_length=PROMPT + 16 + 256,
             model_init_kwargs={"dtype": "bfloat16"},
         ),
