@@ -175,7 +175,7 @@ def test_smollm2(tmp_path: Path, lora: bool, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(gsm8k.GSM8K, "reward_functions", property(lambda self: [letters]))
     folder = train(
         tmp_path, "model=smollm2", "task=gsm8k", f"gsm8k.path={GSM8K}", "gsm8k.form=think", "train.steps=2",
-        "train.prompts_per_step=2", "train.num_generations=2", "train.max_completion_length=16", "learning_rate=1e-4",
+        "train.prompts_per_step=2", "train.num_generations=2", "gsm8k.max_completion_length=16", "learning_rate=1e-4",
         "eval.prompts=1", "eval.every=0", f"train.lora={lora}", "train.adapter_every=1", "train.rollouts_every=1",
     )  # fmt: skip
     result = run(folder, "variants=reference,no_detach,k2,gspo,exact_reverse_kl,kl_in_reward")
