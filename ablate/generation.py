@@ -71,3 +71,11 @@ def loss_mask(batch: dict[str, Tensor]) -> Tensor:
     """(B, T): completion tokens that the loss counts; tool output is not among them."""
     mask = batch["completion_mask"]
     return mask * batch["tool_mask"] if "tool_mask" in batch else mask
+
+
+def extra_inputs(batch: dict[str, Any]) -> dict[str, Any]:
+    """What a model's forward takes beside ids and mask. Raises ValueError for images."""
+    names = ("token_type_ids",)
+    if any(name in batch for name in ("pixel_values", "num_images")):
+        raise ValueError("image inputs: AblationTrainer trains on text")
+    return {name: batch[name] for name in names if name in batch}

@@ -26,7 +26,7 @@ from trl.trainer.utils import use_adapter
 
 import losses
 from ablate import lm_head, measure, mismatch, trl_options
-from ablate.generation import EpochSampler, Generation, loss_mask
+from ablate.generation import EpochSampler, Generation, extra_inputs, loss_mask
 from ablate.rewards import checked
 from ablate.rollout import Engine, Rollout, derive_seed
 
@@ -101,17 +101,23 @@ class AblationTrainer(GRPOTrainer):
             return function(hidden[:, -length - 1 : -1], weight, bias)
 
         with self.accelerator.autocast():
-            return model(input_ids=ids, attention_mask=attention, on_hidden=on_hidden, **_extra_inputs(batch))
+            return model(input_ids=ids, attention_mask=attention, on_hidden=on_hidden, **extra_inputs(batch))
 
     def _logps(self, model: Any, batch: dict[str, Tensor], entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        return self._with_head(
-            model,
-            batch,
-            lambda hidden, weight, bias: losses.logps_and_entropy(
-                hidden, weight, batch["completion_ids"], lm_head_bias=bias, completion_mask=loss_mask(batch),
-                entropy=entropy, **self._head_options,
-            ),
-        )  # fmt: skip
+        return self._with_head(model, batch, lambda *head: self._head_logps(batch, *head, entropy=entropy))
+
+    def _head_logps(
+        self, batch: dict[str, Tensor], hidden: Tensor, weight: Tensor, bias: Tensor | None, *, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        return losses.logps_and_entropy(
+            hidden,
+            weight,
+            batch["completion_ids"],
+            lm_head_bias=bias,
+            completion_mask=loss_mask(batch),
+            entropy=entropy,
+            **self._head_options,
+        )
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
@@ -303,21 +309,24 @@ class AblationTrainer(GRPOTrainer):
 
     def _compute_loss(self, model, inputs):
         with self._meter.time("loss"):
-            reference = self._reference_head(inputs) if self.variant.vocabulary and self.beta != 0 else (None,) * 3
+            ref_hidden = ref_weight = ref_bias = None
+            ref_logps = inputs.get("ref_per_token_logps")
+            if self.variant.vocabulary is not None and self.beta != 0:
+                ref_hidden, ref_weight, ref_bias, ref_logps = self._reference_head(inputs)
             group = inputs["row"] // self.num_generations if "row" in inputs else None
             loss_inputs = losses.LossInputs(
                 completion_ids=inputs["completion_ids"],
                 completion_mask=loss_mask(inputs),
                 advantages=inputs["advantages"],
                 old_per_token_logps=inputs.get("old_per_token_logps"),
-                ref_per_token_logps=inputs.get("ref_per_token_logps"),
+                ref_per_token_logps=ref_logps,
                 sampling_per_token_logps=self._sampling_logps(inputs),
                 num_items_in_batch=inputs.get("num_items"),
                 num_sequences_in_batch=inputs.get("num_sequences"),
                 group_ids=group,
-                ref_hidden=reference[0],
-                ref_lm_head_weight=reference[1],
-                ref_lm_head_bias=reference[2],
+                ref_hidden=ref_hidden,
+                ref_lm_head_weight=ref_weight,
+                ref_lm_head_bias=ref_bias,
             )
             metrics: dict[str, losses.Metric] = {}
 
@@ -351,10 +360,14 @@ class AblationTrainer(GRPOTrainer):
         old = inputs.get("old_per_token_logps")
         return torch.where(torch.isnan(sampling), old, sampling) if old is not None else sampling
 
-    def _reference_head(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states (B, T, H), LM head weight and bias of the reference."""
+    def _reference_head(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Hidden states (B, T, H), LM head weight and bias, and log-probs (B, T) of the reference, for the metrics."""
+
+        def everything(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+            return hidden, weight, bias, self._head_logps(inputs, hidden, weight, bias)[0]
+
         with torch.no_grad(), self._reference() as model:
-            return self._with_head(model, inputs, lambda hidden, weight, bias: (hidden, weight, bias))
+            return self._with_head(model, inputs, everything)
 
     # ---- steps and logs
 
@@ -383,10 +396,3 @@ class AblationTrainer(GRPOTrainer):
             for name, value in self._meter.flush(tokens).items():
                 mode[name] = [value]
         super().log(logs, start_time)
-
-
-def _extra_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    names = ("token_type_ids",)
-    if any(name in batch for name in ("pixel_values", "num_images")):
-        raise ValueError("image inputs: AblationTrainer trains on text")
-    return {name: batch[name] for name in names if name in batch}

@@ -168,6 +168,9 @@ def test_every_variant_trains(folder: Path, tmp_path: Path, variant: str) -> Non
     trainer.train()
     assert all(map(math.isfinite, history(trainer, "loss")))
     assert len(history(trainer, "loss")) == 2
+    kl = history(trainer, "kl")
+    assert kl[0] == 0 and len(kl) == 2
+    assert (kl[1] == 0) == (variant == "no_detach")
 
 
 @pytest.mark.parametrize("variant", ["kl_in_reward", "kl_in_reward_token", "exact_reverse_kl"])
