@@ -29,17 +29,15 @@ class Gate:
         some = torch.randperm(shape.vocab, generator=rng)[:samples].to(self.ids.device)
         self.words = torch.unique(torch.cat((some[: samples // 2], self.ids[self.tokens[: samples // 2]])))
         weight = problem.weight.double()
-        logps, lse = [], []
+        logps, lse, low = [], [], []
         for h, y in zip(self.hidden.split(self._rows()), self.ids.split(self._rows()), strict=True):
             z = h.double() @ weight.t()
             lse.append(z.logsumexp(1))
             logps.append(z.gather(1, y.unsqueeze(1)).squeeze(1) - lse[-1])
-        self.logps, self.lse = torch.cat(logps), torch.cat(lse)
+            z = self._logits(h, problem.weight)
+            low.append(z.gather(1, y.unsqueeze(1)).squeeze(1) - z.logsumexp(1))
+        self.logps, self.lse, self.low_logps = torch.cat(logps), torch.cat(lse), torch.cat(low)
         self.rounding = torch.finfo(torch.float32).eps
-        low = torch.log_softmax(self._product(self.hidden[self.tokens], problem.weight.t()).float(), -1)
-        self.low_p = low.exp()
-        low_logps = low.gather(1, self.ids[self.tokens].unsqueeze(1)).squeeze(1)
-        self.low_logps_error = float((low_logps.double() - self.logps[self.tokens]).abs().max())
 
     def _rows(self) -> int:
         return max(1, (128 << 20) // (8 * self.problem.shape.vocab))
@@ -48,34 +46,46 @@ class Gate:
         """a @ b as a half-precision GEMM has it: accumulated in float32, rounded once."""
         return (a.float() @ b.float()).to(self.problem.shape.torch_dtype)
 
+    def _logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return self._product(hidden, weight.t()).float()
+
     @functools.cache  # noqa: B019  (a gate lives as long as its process)
     def exact(self, variant: str) -> dict[str, Any]:
-        """Loss, sampled rows of d hidden and d weight, each with the error that it may have before a row's budget."""
+        """Loss, sampled rows of d hidden and d weight, each with the independent computation's error.
+
+        The loss's is a bound: the errors of all log-probs, in the same direction.
+        """
         problem, dtype = self.problem, self.problem.shape.torch_dtype
-        n = self.logps.clone().requires_grad_()
-        loss = plain_loss(problem, n, variant)
-        (g,) = torch.autograd.grad(loss, n)
-        size = TERMS[variant](n.view_as(problem.ref), problem.ref.double(), problem.advantages.double().unsqueeze(1))
+        loss, g = self._token_gradient(variant, self.logps)
+        _, low_g = self._token_gradient(variant, self.low_logps)
+        terms = TERMS[variant](
+            self.logps.view_as(problem.ref), problem.ref.double(), problem.advantages.double().unsqueeze(1)
+        )
         weight = problem.weight.double()
 
         t, words = self.tokens, self.words
         one = torch.nn.functional.one_hot(self.ids[t], weight.shape[0])
         p = (self.hidden[t].double() @ weight.t() - self.lse[t, None]).exp()
         d_hidden = (g[t, None] * (one - p)) @ weight
-        low = (g[t, None].float() * (one - self.low_p)).to(dtype)
+        low = (low_g[t, None] * (one - self._logits(self.hidden[t], problem.weight).softmax(1))).to(dtype)
         out = {
-            "loss": (loss.detach(), self.low_logps_error * float(g.abs().sum())),
+            "loss": (loss, float((g * (self.low_logps - self.logps)).abs().sum())),
             "d_hidden": (d_hidden, _error(self._product(low, problem.weight), d_hidden)),
-            "loss_rounding": 8 * self.rounding * float(size.detach().abs().mean()),
+            "loss_rounding": 8 * self.rounding * float(terms.abs().mean()),
         }
         if problem.shape.head == "train":
-            hit = (self.ids.unsqueeze(1) == words).double()
+            hit = self.ids.unsqueeze(1) == words
             p = (self.hidden.double() @ weight[words].t() - self.lse[:, None]).exp()
-            d_weight = (g[:, None] * (hit - p)).t() @ self.hidden.double()
-            z = self._product(self.hidden, problem.weight[words].t()).float()
-            low = (g[:, None].float() * (hit.float() - (z - self.lse[:, None].float()).exp())).to(dtype)
+            d_weight = (g[:, None] * (hit.double() - p)).t() @ self.hidden.double()
+            z = self._logits(self.hidden, problem.weight[words])
+            low = (low_g[:, None] * (hit.float() - (z - self.lse[:, None].float()).exp())).to(dtype)
             out["d_weight"] = (d_weight, _error(self._product(low.t(), self.hidden), d_weight))
         return out
+
+    def _token_gradient(self, variant: str, logps: Tensor) -> tuple[Tensor, Tensor]:
+        n = logps.clone().requires_grad_()
+        loss = plain_loss(self.problem, n, variant)
+        return loss.detach(), torch.autograd.grad(loss, n)[0]
 
     def check(self, entry: Entry) -> dict[str, Any]:
         """Errors of a row beside what they may be: {"errors": {name: [error, limit]}, "ok": bool}."""
