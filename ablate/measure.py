@@ -85,15 +85,25 @@ class Meter:
                 refs.write("5")
 
 
+ON_DEVICE = 256 << 20  # bytes of trained parameters up to which their start stays where they are
+
+
 def snapshot(model: Any) -> dict[str, Tensor]:
-    """Copies of the trained parameters, on the host."""
-    return {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters() if p.requires_grad}
+    """Copies of the trained parameters: beside them where they are few, an adapter's say, on the host where not."""
+    trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    if sum(p.numel() * p.element_size() for p in trained.values()) <= ON_DEVICE:
+        return {name: p.clone() for name, p in trained.items()}
+    return {name: p.to("cpu", copy=True) for name, p in trained.items()}
 
 
 def distance(model: Any, start: dict[str, Tensor]) -> float:
     """L2 distance of the trained parameters from `start`."""
-    total = 0.0
-    for name, p in model.named_parameters():
-        if name in start:
-            total += (p.detach().float() - start[name].to(p.device).float()).square().sum().item()
-    return total**0.5
+    pairs = [(p.detach(), start[name]) for name, p in model.named_parameters() if name in start]
+    if not pairs:
+        return 0.0
+    if all(p.device == s.device for p, s in pairs):  # few: all at once, in as many kernels as it takes to launch one
+        moved = torch._foreach_sub([p.float() for p, _ in pairs], [s.float() for _, s in pairs])
+        norms = torch._foreach_norm(moved)
+    else:
+        norms = [torch.linalg.vector_norm(p.float() - s.to(p.device).float()) for p, s in pairs]
+    return torch.linalg.vector_norm(torch.stack([n.double() for n in norms])).item()

@@ -45,3 +45,18 @@ def test_tokens_without_a_score_are_left_out() -> None:
     assert all(map(math.isfinite, figures.values()))
     assert mismatch.figures(OLD, torch.full_like(OLD, torch.nan), MASK) == {}
     assert mismatch.figures(OLD, SAMPLING, torch.zeros_like(MASK)) == {}
+
+
+def test_distance_of_weights_from_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ablate import measure
+
+    for limit in (measure.ON_DEVICE, 0):  # both ways of keeping the start
+        monkeypatch.setattr(measure, "ON_DEVICE", limit)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2))
+        start = measure.snapshot(model)
+        assert measure.distance(model, start) == 0.0
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(0.5)
+        count = sum(p.numel() for p in model.parameters())
+        assert measure.distance(model, start) == pytest.approx(0.5 * math.sqrt(count))

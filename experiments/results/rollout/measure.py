@@ -5,7 +5,7 @@
     small   SmolLM2-135M's shape, LoRA r = 16, 64 completions of 256 tokens a step: step time by part, adapter refresh
     memory  two of its layers, 200 steps of 64 completions of 16 tokens: device memory after steps 20 and 200
     large   Llama-3.1-8B's shape, bf16 LoRA: memory without KV cache, release and wake, shared against unshared weights
-    fp8     tokens that a GiB of KV cache holds and log-prob mismatch, fp8 against bf16, on SmolLM2's shape
+    fp8     tokens that a GiB of fp8 KV cache holds and the log-prob mismatch, to be compared with `small`'s bf16
     stock   the step of `small` by TRL's GRPOTrainer with colocated vLLM and sleep mode, in a process of its own
 
 Each part runs in a process of its own; they load side by side and measure one after the other. Writes DIR/<part>.json
@@ -144,7 +144,8 @@ def train(live: Any, model: Any, rows: int, length: int, steps: int, shared: boo
     trainer = AblationTrainer(
         model=model, reward_funcs=[reward], args=arguments(Path("/tmp/out"), rows, length, steps),
         train_dataset=Dataset.from_dict({"prompt": prompts(64)}), processing_class=load_tokenizer(live.spec.folder),
-        peft_config=lora() if live.spec.rank else None, loss_variant="reference", loss_backend=backend(), callbacks=[clock.callback],
+        peft_config=lora() if live.spec.rank else None, loss_variant="reference",
+        loss_backend=backend(), callbacks=[clock.callback],
     )  # fmt: skip
     trainer.engine = VllmEngine(
         live, eos_token_ids=[1], max_completion_length=length, run_seed=1, options=options, shared=shared
@@ -199,7 +200,8 @@ def small() -> dict[str, Any]:
     except vllm_live.EngineError as error:
         print("with decode graphs alone:", error)
         live = vllm_live.acquire(spec(path, 64, 256, compilation_config={"cudagraph_specialize_lora": False}))
-    out = train(live, live.shared_model(), 64, 256, 13)
+    out = {"tokens_per_gib": live.kv_tokens * GIB / live.plan["kv_cache_memory_bytes"]}
+    out |= train(live, live.shared_model(), 64, 256, 13)
     return out | {"generate_ms": breakdown(live)}
 
 
@@ -326,14 +328,9 @@ def large() -> dict[str, Any]:
 def fp8() -> dict[str, Any]:
     from ablate.rollout import vllm_live
 
-    out: dict[str, Any] = {}
-    for kind in ("auto", "fp8"):
-        options = {"kv_cache_dtype": kind, "kv_cache_memory_bytes": 2 * GIB, "enforce_eager": True}
-        live = vllm_live.acquire(spec(folder("smollm2", True), 64, 256, **options))
-        out[kind] = {"tokens_per_gib": live.kv_tokens / 2} | train(live, live.shared_model(), 64, 64, 5)
-        out[kind]["sleep_mode"] = live.kv.able
-    out["ratio"] = out["fp8"]["tokens_per_gib"] / out["auto"]["tokens_per_gib"]
-    return out
+    options = {"kv_cache_dtype": "fp8", "kv_cache_memory_bytes": 2 * GIB, "enforce_eager": True}
+    live = vllm_live.acquire(spec(folder("smollm2", True), 64, 256, **options))
+    return {"tokens_per_gib": live.kv_tokens / 2} | train(live, live.shared_model(), 64, 64, 5)
 
 
 def stock() -> dict[str, Any]:
