@@ -126,9 +126,12 @@ def linear_policy_loss(
     if not hidden.is_cuda:
         checks.settle(questions)
         questions.clear()
-    index, ids = _active(mask), _safe_ids(inputs.completion_ids, mask, lm_head_weight)
+    ids, index = _safe_ids(inputs.completion_ids, mask, lm_head_weight), _active(mask)  # the second waits
     trained = torch.is_grad_enabled() and (
-        lm_head_weight.requires_grad or (lm_head_bias is not None and lm_head_bias.requires_grad)
+        lm_head_weight.requires_grad
+        or (lm_head_bias is not None and lm_head_bias.requires_grad)
+        # Not trained, but d hidden is rounded once instead of twice where g_t is in it from the start.
+        or (hidden.requires_grad and getattr(module, "folds", lambda _: False)(hidden.dtype))
     )
     gradient = policy.token_gradient(variant, inputs, values, head.logps_dtype) if trained else None
 
@@ -170,7 +173,9 @@ def _logps(head: Head, module: Any, ids: Tensor, index: Tensor | None, entropy: 
     if module.AUTOGRAD:
         done = module.forward(head, ids, index, entropy=entropy)
         return done.logps, done.entropy
-    return _Logps.apply(head.hidden, head.weight, head.bias, head, module, ids, index, entropy)
+    # What a Function is told of its inputs holds under torch.no_grad() as well.
+    keep = torch.is_grad_enabled()
+    return _Logps.apply(head.hidden, head.weight, head.bias, head, module, ids, index, entropy, keep)
 
 
 def _head(
@@ -239,10 +244,10 @@ class _Logps(torch.autograd.Function):
     """Log-probs of any backend without autograd of its own, differentiable in hidden, weight and bias."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, head, module, ids, index, entropy):
+    def forward(ctx, hidden, weight, bias, head, module, ids, index, entropy, keep):
         needs = ctx.needs_input_grad[:3]
         ctx.frozen, ctx.used = not (needs[1] or needs[2]), False
-        done: Pass = module.forward(head, ids, index, entropy=entropy, keep_u=ctx.frozen and needs[0])
+        done: Pass = module.forward(head, ids, index, entropy=entropy, keep_u=keep and ctx.frozen and needs[0])
         ctx.u, ctx.module, ctx.ids, ctx.index = done.u, module, ids, index
         if not ctx.frozen:
             ctx.save_for_backward(hidden, weight, *([] if bias is None else [bias]))
@@ -255,11 +260,11 @@ class _Logps(torch.autograd.Function):
         if ctx.frozen:
             _raise_second_backward(ctx)
             u, ctx.u = ctx.u, None
-            return _scaled(ctx.module, u, g), None, None, None, None, None, None, None
+            return _scaled(ctx.module, u, g), None, None, None, None, None, None, None, None
         hidden, weight, *bias = ctx.saved_tensors
         head = replace(ctx.head, hidden=hidden, weight=weight, bias=bias[0] if bias else None)
         grads = ctx.module.backward(head, ctx.ids, ctx.index, g, ctx.needs_input_grad[:3])
-        return (*grads, None, None, None, None, None)
+        return (*grads, None, None, None, None, None, None)
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -273,7 +278,7 @@ class _FusedLoss(torch.autograd.Function):
         )  # fmt: skip
         loss = evaluate(done.logps, done.entropy)
         ctx.used = False
-        ctx.grads, ctx.module = (done.u, done.d_weight, done.d_bias), module
+        ctx.grads, ctx.module, ctx.folded = (done.u, done.d_weight, done.d_bias), module, done.folded
         ctx.g, ctx.dtypes = loss.grad, (weight.dtype, None if bias is None else bias.dtype)
         ctx.mark_non_differentiable(done.logps, done.entropy)
         return loss.loss.clone(), done.logps, done.entropy
@@ -282,7 +287,9 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx, grad, *_):
         _raise_second_backward(ctx)
         (u, d_weight, d_bias), ctx.grads = ctx.grads, None
-        d_hidden = None if u is None else _scaled(ctx.module, u, ctx.g * grad)
+        d_hidden = None
+        if u is not None:
+            d_hidden = _scaled(ctx.module, u, grad.float().expand(u.shape[:-1]) if ctx.folded else ctx.g * grad)
         d_weight, d_bias = (
             None if d is None else _scaled_to(ctx.module, d, grad, dtype)
             for d, dtype in zip((d_weight, d_bias), ctx.dtypes, strict=True)

@@ -58,3 +58,4 @@ class Pass:
     u: Tensor | None = None
     d_weight: Tensor | None = None
     d_bias: Tensor | None = None
+    folded: bool = False  # u holds the token gradient's g as well

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from losses.backends.triton_tiles import INTERPRETED
 from losses.precision import FLOAT8, FLOAT8_MAX, scales
@@ -79,7 +79,7 @@ class Float8Head:
     column_scales: Tensor  # (H,) float32
 
 
-_frozen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_frozen: dict[tuple, tuple[StorageWeakRef, int, Float8Head]] = {}
 
 
 def head_of(original: Tensor, weight: Tensor) -> Float8Head:
@@ -89,11 +89,20 @@ def head_of(original: Tensor, weight: Tensor) -> Float8Head:
     """
     if original.requires_grad:
         return _quantize(weight)
-    key = (original._version, original.data_ptr(), weight.dtype)
-    known = _frozen.get(original)
-    if known is None or known[0] != key:
-        known = _frozen[original] = (key, _quantize(weight))
-    return known[1]
+    _forget()
+    # By memory, not by tensor: `detach`, or a new view for every call, is the same head.
+    key = (original.device, original.data_ptr(), original.shape, original.stride(), original.dtype, weight.dtype)
+    known = _frozen.get(key)
+    if known is None or known[1] != original._version:
+        storage = StorageWeakRef(original.untyped_storage())
+        known = _frozen[key] = (storage, original._version, _quantize(weight))
+    return known[2]
+
+
+def _forget() -> None:
+    """Drops what belongs to memory that has been freed."""
+    for key in [key for key, (storage, _, _) in _frozen.items() if storage.expired()]:
+        del _frozen[key]
 
 
 def _quantize(weight: Tensor) -> Float8Head:

@@ -271,29 +271,26 @@ def forward(
     needs: tuple[bool, bool, bool] = (False, False, False),
 ) -> Pass:
     """Log-probs, and on request the entropy, u, and with `token_gradient` the gradients of weight and bias."""
-    run = _Run(
-        head,
-        ids,
-        index,
-        store=keep_u or token_gradient is not None,
-        entropy=entropy,
-        trained=token_gradient is not None,
-    )
+    trained = needs[1] or needs[2]
+    run = _Run(head, ids, index, store=keep_u or trained, entropy=entropy, trained=trained)
     shape = head.hidden.shape[:2]
-    logps = torch.zeros(shape, dtype=torch.float32, device=run.device)
-    out = Pass(logps, torch.zeros_like(logps) if entropy else None)
+    # Zeroed only where tokens are skipped: every other one is written below.
+    make = torch.empty if index is None else torch.zeros
+    logps = make(shape, dtype=torch.float32, device=run.device)
+    out = Pass(logps, make(shape, dtype=torch.float32, device=run.device) if entropy else None)
     if keep_u:
-        # Zeroed only where rows are skipped: every other row is written below.
-        make = torch.empty if index is None else torch.zeros
         out.u = make(*shape, run.width, dtype=head.hidden.dtype, device=run.device)
     grad = term = None
     if token_gradient is not None:
-        grad = torch.zeros_like(logps).view(-1)
-        term = token_gradient.elementwise() if hasattr(token_gradient, "elementwise") else None
+        grad = make(logps.numel(), dtype=torch.float32, device=run.device)
+        out.folded = folds(head.hidden.dtype)
         _allocate(out, head, needs, run.total)
     with run.guard():
         for c in run.chunks():
             run.softmax(c)
+            if c.start == 0 and token_gradient is not None and hasattr(token_gradient, "elementwise"):
+                # Small launches, while the first product keeps the device busy.
+                term = token_gradient.elementwise()
             run.finalize(c, logps, out.entropy, grad, term)
             if token_gradient is not None and grad is not None and term is None:
                 where = c.where
@@ -301,8 +298,8 @@ def forward(
                     where = torch.arange(where.start, where.stop, device=run.device)
                 grad[c.where] = token_gradient(logps.view(-1)[where], where)
             if out.u is not None:
-                run.write_u(c, out.u, None)
-            if grad is not None:
+                run.write_u(c, out.u, grad if out.folded else None)
+            if grad is not None and run.trained:
                 run.add_weight_gradient(c, out.d_weight, out.d_bias, grad)
     return out
 
@@ -332,6 +329,11 @@ def backward(
         None if out.d_weight is None else out.d_weight.to(head.weight.dtype),
         None if out.d_bias is None or head.bias is None else out.d_bias.to(head.bias.dtype),
     )
+
+
+def folds(dtype: torch.dtype) -> bool:
+    """Whether d hidden of this dtype may hold the token gradient before the incoming one: float16 would underflow."""
+    return dtype != torch.float16
 
 
 def scale_rows_(u: Tensor, g: Tensor) -> Tensor:

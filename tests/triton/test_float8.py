@@ -92,10 +92,14 @@ def test_the_head_is_quantised_again_only_when_it_changes(monkeypatch):
 
     keywords = {"completion_mask": case.mask, "backend": "triton", "precision": "fp8"}
     first = losses.per_token_logps(case.hidden, case.weight, case.ids, **keywords)
-    again = losses.per_token_logps(case.hidden, case.weight, case.ids, **keywords)
+    again = losses.per_token_logps(case.hidden, case.weight.detach(), case.ids, **keywords)
     assert len(calls) == 1 and torch.equal(first, again)
     case.weight.mul_(2)
     other = losses.per_token_logps(case.hidden, case.weight, case.ids, **keywords)
     assert len(calls) == 2 and not torch.equal(first, other)
-    losses.per_token_logps(case.hidden, case.weight.requires_grad_(), case.ids, **keywords)
+    losses.per_token_logps(case.hidden, case.weight.clone().requires_grad_(), case.ids, **keywords)
     assert len(calls) == 3
+    held = len(triton_float8._frozen)
+    del case
+    triton_float8._forget()
+    assert len(triton_float8._frozen) < held
