@@ -66,7 +66,9 @@ class _Thread(threading.Thread):
 
     def __init__(self, function: Callable[[], Any], name: str) -> None:
         super().__init__(name=f"reward {name}", daemon=True)
-        self._function, self._value, self._error = function, None, None
+        self._function = function
+        self._value: Any = None
+        self._error: BaseException | None = None
 
     def run(self) -> None:
         try:

@@ -131,7 +131,8 @@ class VllmEngine:
     @contextlib.contextmanager
     def _awake(self, model: Any, prompt_ids: list[list[int]]) -> Iterator[dict[str, float]]:
         """The engine with the policy in it; an error inside ends the engine, so that the next cell gets a new one."""
-        live, stats = self.live, {}
+        live = self.live
+        stats: dict[str, float] = {}
         if live.broken:
             raise EngineError("vLLM has stopped in this cell already")
         try:
