@@ -237,9 +237,11 @@ def measure(problem: Problem, rows: list[Row], reps: int, warm_up: int) -> dict[
     if not all(g["ok"] for g in gates.values()):
         return {"gates": gates, "ok": False}
     times: dict[str, list[float]] = {row.name: [] for row in rows}
+    gc.collect()
+    gc.freeze()  # what packages have made stays: a collection need not walk it every time
     for i in range(warm_up + reps):
+        gc.collect()
         for row in rows:
-            gc.collect()
             wall, _ = bench.seconds(lambda row=row: row.step(problem), problem.shape.device)  # type: ignore[misc]
             if i >= warm_up:
                 times[row.name].append(wall)
@@ -327,11 +329,11 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         result["rows"] += done["rows"]
         result["left_out"] |= done["left_out"]
-    text = markdown(result)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.with_suffix(".md").write_text(text, encoding="utf-8")
-        options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        text = markdown(result)
+        if options.out:  # after each direction: a run that is cut short leaves the first
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.with_suffix(".md").write_text(text, encoding="utf-8")
+            options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(text, end="")
     return 0
 

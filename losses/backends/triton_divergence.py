@@ -91,7 +91,7 @@ def divergence_rows(
     Statistics are kept per column of a tile, HIGH columns of the vocabulary to one, so that no thread waits for another
     while it reads. `slope` may be the far half of the policy's own row, in half precision: the second look goes from
     the row's end to its beginning, where what is written lies at 2 stride + 2 column bytes and what is not yet read
-    below 4 column bytes. It begins where the first look ended, in what is still in L2.
+    below 4 column bytes. It begins where the first look ended, with what is still in L2.
     DIVIDE: slopes are divided by the row's largest. factor: kappa, times that.
     """
     row = tl.program_id(0).to(tl.int64)

