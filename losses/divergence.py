@@ -50,7 +50,7 @@ def exact_kl(
     RuntimeError.
 
     Raises:
-        ValueError: shapes that disagree, an unknown direction or backend, backend="triton" (there is no such kernel).
+        ValueError: shapes that disagree, an unknown direction or backend.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction={direction!r} is not one of {', '.join(DIRECTIONS)}")
