@@ -9,12 +9,13 @@
     stock   the step of `small` by TRL's GRPOTrainer with colocated vLLM and sleep mode, in a process of its own
 
 Each part runs in a process of its own; they load side by side and measure one after the other. Writes DIR/<part>.json
-as each part ends. Compare only what one call has measured.
+as each part ends. Compare only what one call has measured, and nothing where another part was still running.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -47,26 +48,29 @@ PROMPT = 32
 def folder(shape: str, with_weights: bool) -> Path:
     """A folder with the shape's config, a tokenizer of its vocabulary, and random bf16 weights where asked for."""
     path = Path(os.environ.get("MODELS", "/tmp/models")) / shape
-    if (path / "config.json").is_file():
+    if path.is_dir():
         return path
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     values = SHAPES[shape]
+    made = path.with_name(f"{shape}.{os.getpid()}")
     inner = Tokenizer(models.WordLevel({f"t{i}": i for i in range(values["vocab_size"])}, unk_token="t2"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="t0", eos_token="t1", unk_token="t2")
-    tokenizer.save_pretrained(path)
+    tokenizer.save_pretrained(made)
     config = LlamaConfig(**values, pad_token_id=0, eos_token_id=1, bos_token_id=None, dtype="bfloat16")
     config.architectures = ["LlamaForCausalLM"]
     if with_weights:
         torch.manual_seed(0)
         with torch.device("cuda"):
             model = LlamaForCausalLM(config).to(torch.bfloat16)
-        model.save_pretrained(path)
+        model.save_pretrained(made)
     else:
-        config.save_pretrained(path)
+        config.save_pretrained(made)
+    with contextlib.suppress(OSError):  # another part has made the same
+        made.rename(path)
     return path
 
 
@@ -167,6 +171,15 @@ def train(live: Any, model: Any, rows: int, length: int, steps: int, shared: boo
     }
 
 
+def wait_for(*parts: str) -> None:
+    """Until these parts, where they run in this call, have ended."""
+    asked = os.environ.get("MEASURE_PARTS", "").split(",")
+    files = [Path(os.environ["MEASURE_OUT"]) / f"{part}.json" for part in parts if part in asked]
+    while not all(file.is_file() for file in files):
+        time.sleep(0.1)
+    time.sleep(1.0 if files else 0)  # for their memory
+
+
 _backend = ""
 
 
@@ -200,8 +213,11 @@ def small() -> dict[str, Any]:
     except vllm_live.EngineError as error:
         print("with decode graphs alone:", error)
         live = vllm_live.acquire(spec(path, 64, 256, compilation_config={"cudagraph_specialize_lora": False}))
+    ready, deadline = Path(os.environ["MEASURE_OUT"]) / "stock.ready", time.monotonic() + 75
+    while "stock" in os.environ.get("MEASURE_PARTS", "") and not ready.is_file() and time.monotonic() < deadline:
+        time.sleep(0.1)  # its start takes cores away
     out = {"tokens_per_gib": live.kv_tokens * GIB / live.plan["kv_cache_memory_bytes"]}
-    out |= train(live, live.shared_model(), 64, 256, 13)
+    out |= train(live, live.shared_model(), 64, 256, 12)
     return out | {"generate_ms": breakdown(live)}
 
 
@@ -254,7 +270,9 @@ def breakdown(live: Any) -> dict[str, float]:
 def memory() -> dict[str, Any]:
     from ablate.rollout import vllm_live
 
+    wait_for("large")
     live = vllm_live.acquire(spec(folder("thin", True), 64, 64))
+    wait_for("fp8")
     out = train(live, live.shared_model(), 64, 16, 200, min_p=0.05)
     used = out.pop("used_bytes")
     out |= {"used_after_20": used[19], "used_after_200": used[199], "growth": used[199] / used[19] - 1}
@@ -286,10 +304,11 @@ def large() -> dict[str, Any]:
 
     from ablate.rollout import vllm_live, vllm_memory
 
+    wait_for("small", "stock")
     device = torch.device("cuda:0")
     before = vllm_memory.used(device)
     path = folder("llama8b", False)
-    live = vllm_live.acquire(spec(path, 32, 128, load_format="dummy", enforce_eager=True))
+    live = vllm_live.acquire(spec(path, 16, 64, load_format="dummy", enforce_eager=True))
     model = live.shared_model()
     weights = sum(p.numel() * p.element_size() for p in live.model.parameters())
     live.kv.release()
@@ -313,14 +332,14 @@ def large() -> dict[str, Any]:
         torch.cuda.synchronize()
         turns.append((1e3 * (t1 - t0), 1e3 * (time.perf_counter() - t1), freed))
     out["wake_ms"], out["release_ms"], out["freed_bytes"] = (median([t[i] for t in turns]) for i in range(3))
-    out["shared"] = train(live, model, 32, 128, 6)
+    out["shared"] = train(live, model, 16, 64, 8)
     del model
     gc.collect()
     torch.cuda.empty_cache()
     copy = live.shared_model()
     for p in copy.parameters():
         p.data = p.data.clone()
-    out["unshared"] = train(live, copy, 32, 128, 6, shared=False)
+    out["unshared"] = train(live, copy, 16, 64, 8, shared=False)
     out["shared_over_unshared"] = out["shared"]["step_seconds_median"] / out["unshared"]["step_seconds_median"]
     return out
 
@@ -328,6 +347,7 @@ def large() -> dict[str, Any]:
 def fp8() -> dict[str, Any]:
     from ablate.rollout import vllm_live
 
+    wait_for("large")
     options = {"kv_cache_dtype": "fp8", "kv_cache_memory_bytes": 2 * GIB, "enforce_eager": True}
     live = vllm_live.acquire(spec(folder("smollm2", True), 64, 256, **options))
     return {"tokens_per_gib": live.kv_tokens / 2} | train(live, live.shared_model(), 64, 64, 5)
@@ -344,13 +364,15 @@ def stock() -> dict[str, Any]:
     trainer = GRPOTrainer(
         model=str(path), reward_funcs=[reward],
         args=arguments(
-            Path("/tmp/stock"), 64, 256, 10, use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=True,
+            Path("/tmp/stock"), 64, 256, 9, use_vllm=True, vllm_mode="colocate", vllm_enable_sleep_mode=True,
             vllm_gpu_memory_utilization=0.3, vllm_max_model_length=PROMPT + 16 + 256,
             model_init_kwargs={"dtype": "bfloat16"},
         ),
         train_dataset=Dataset.from_dict({"prompt": prompts(64)}), processing_class=load_tokenizer(path),
         peft_config=lora(), callbacks=[clock.callback],
     )  # fmt: skip
+    (Path(os.environ["MEASURE_OUT"]) / "stock.ready").touch()
+    wait_for("small")
     trainer.train()
     seconds = clock.seconds()
     return {"step_seconds_median": median(seconds[3:]), "step_seconds": seconds, "used_bytes": clock.used}
@@ -386,10 +408,8 @@ def main() -> None:
         measure(asked[0], options.out)
         return
     command = [sys.executable, __file__, "--out", str(options.out), "--parts"]
-    running = []
-    for part in asked:
-        running.append(subprocess.Popen([*command, part], env={**os.environ, "MEASURE_ORDER": ",".join(asked)}))
-    for process in running:
+    environment = {**os.environ, "MEASURE_PARTS": options.parts, "MEASURE_OUT": str(options.out)}
+    for process in [subprocess.Popen([*command, part], env=environment) for part in asked]:
         process.wait()
 
 
@@ -399,11 +419,7 @@ def measure(part: str, out: Path) -> None:
 
     import ablate.trainer  # noqa: F401
 
-    before = os.environ.get("MEASURE_ORDER", part).split(",")
-    before = before[: before.index(part)]
-    while not all((out / f"{name}.json").is_file() for name in before):
-        time.sleep(0.1)
-    time.sleep(1.5 if before else 0)  # for the memory of the part before
+    os.environ.setdefault("MEASURE_OUT", str(out))
     started = time.perf_counter()
     try:
         result = PARTS[part]()
@@ -411,13 +427,12 @@ def measure(part: str, out: Path) -> None:
         traceback.print_exc()
         result = {"error": traceback.format_exc()}
     result |= {"part": part, "wall_seconds": round(time.perf_counter() - started, 1), **provenance()}
-    text = json.dumps(result, indent=1, default=str) + "\n"
     brief = {k: v for k, v in result.items() if k not in ("step_seconds", "used_bytes", "error", "versions")}
     print(part, json.dumps(brief, default=str)[:2500], flush=True)
     partial = out / f"{part}.partial"
-    partial.write_text(text)
+    partial.write_text(json.dumps(result, indent=1, default=str) + "\n")
     partial.rename(out / f"{part}.json")
-    os._exit(0)  # the next part has waited for this one's memory
+    os._exit(0)  # at once: the next part waits for this one's memory
 
 
 if __name__ == "__main__":
