@@ -80,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise RunFileError(f"{path}: not readable ({error}); {way_out(path)}") from error
     if not isinstance(value, dict):
         raise RunFileError(f"{path}: not a JSON object; {way_out(path)}")
@@ -102,6 +102,8 @@ def scan(path: Path) -> tuple[list[dict[str, Any]], int]:
         data = path.read_bytes()
     except FileNotFoundError:
         return [], 0
+    except IsADirectoryError as error:
+        raise RunFileError(f"{path}: is a folder; {way_out(path)}") from error
     rows: list[dict[str, Any]] = []
     position = 0
     for number, line in enumerate(data.splitlines(keepends=True), start=1):
@@ -110,7 +112,7 @@ def scan(path: Path) -> tuple[list[dict[str, Any]], int]:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError("not a JSON object")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if last:  # a write that a crash cut short
                 return rows, position
             raise RunFileError(f"{path}: line {number} is damaged ({error}); {way_out(path)}") from error

@@ -162,6 +162,8 @@ def help_of(key: str, root: type) -> str:
 
 def split_override(text: str) -> tuple[str, str]:
     """('train.steps', '80') of 'train.steps=80'. Raises ConfigError where there is no '='."""
+    if "\0" in text or text != text.encode(errors="replace").decode():
+        raise ConfigError(f"{ascii(text)}: not valid UTF-8 text")
     key, equals, value = text.partition("=")
     key = key.strip()
     if not equals or not key:

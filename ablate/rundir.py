@@ -261,13 +261,29 @@ class CellDir:
         """One of STATES for a cell of that hash. Raises RunFileError where a file is damaged or edited."""
         stored = self.read_config()
         if stored is None:
+            left = [n for n in (schema.DONE_FILE, schema.METRICS_FILE, schema.ENV_FILE) if (self.path / n).exists()]
+            if left:
+                path = self.path / schema.CONFIG_FILE
+                raise RunFileError(f"{path}: missing, but there is {', '.join(left)}; {files.way_out(path)}")
             return "new"
         done = self.read_done()
         if stored["hash"] != config_hash or (done is not None and done.get("hash") != config_hash):
             return "changed"
         if done is not None:
+            self._check_done(done)
             return "done"
         return "failed" if (self.path / schema.FAILED_FILE).exists() else "partial"
+
+    def _check_done(self, done: Mapping[str, Any]) -> None:
+        """Raise RunFileError where a finished cell's lines are not all there, or its env.json is damaged."""
+        self.read_env()
+        for name, rows in ((schema.METRICS_FILE, self.metrics()), (schema.EVAL_FILE, self.evals())):
+            last = rows[-1].get(schema.STEP) if rows else 0
+            if "steps" in done and last != done["steps"]:
+                path = self.path / name
+                raise RunFileError(
+                    f"{path}: ends at step {last}, but {schema.DONE_FILE} says {done['steps']}; {files.way_out(path)}"
+                )
 
     @contextlib.contextmanager
     def lock(self, wait: float = 10.0) -> Iterator[None]:

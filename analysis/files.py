@@ -48,6 +48,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise RunFileError(path, None, f"not UTF-8 text ({error.reason} at byte {error.start})") from error
     except OSError as error:
         raise RunFileError(path, None, f"cannot be read ({error.strerror or error})") from error
+    except (ValueError, RecursionError) as error:  # an endless number, brackets without end
+        raise RunFileError(path, None, f"not valid JSON ({error})") from error
     if not isinstance(value, dict):
         raise RunFileError(path, 1, f"expected a JSON object, found {type(value).__name__}")
     return value
@@ -80,7 +82,7 @@ def read_jsonl(path: Path, step_key: str) -> tuple[list[dict[str, float]], bool]
             continue
         try:
             row = json.loads(line.decode("utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 return rows, True
             raise RunFileError(path, number, f"not valid JSON ({error})") from error

@@ -139,6 +139,9 @@ def test_seeds(text: str, seeds: list[int]) -> None:
         (["model=${nowhere}"], ["does not resolve"]),
         # refused, with the key to use
         (["trl.bf16=true"], ["trl.bf16", "train.dtype=bfloat16"]),
+        (["trl.logging_steps=5"], ["trl.logging_steps", "every step"]),
+        (["out=runs\udcff"], ["out=runs", "UTF-8"]),
+        (["out=a\0b"], ["UTF-8"]),
         (["trl.seed=1"], ["trl.seed", "seeds=0,1,7"]),
         (["trl.loss_type=dapo"], ["trl.loss_type", "variants=NAME"]),
         (["trl.use_vllm=true"], ["trl.use_vllm", "rollout=vllm"]),

@@ -50,10 +50,10 @@ def test_states(tmp_path: Path, cell: plan.Cell) -> None:
     failed = directory.read_failed()
     assert failed is not None
     assert (failed["type"], failed["message"], failed["step"], failed["hash"]) == ("ValueError", "broken", 3, cell.hash)
-    directory.finish({"steps": 2, "eval": {"eval/probability": 0.5}})
+    directory.finish({"eval": {"eval/probability": 0.5}})
     assert directory.state(cell.hash) == "done" and directory.read_failed() is None
     done = directory.read_done()
-    assert done is not None and done["hash"] == cell.hash and done["steps"] == 2 and done["finished_at"]
+    assert done is not None and done["hash"] == cell.hash and done["finished_at"]
     other = make_cell("steps=3")
     assert directory.state(other.hash) == "changed"
     with pytest.raises(RunFileError, match="another config"):
@@ -86,6 +86,57 @@ def test_edited_and_truncated_files_are_named(directory: CellDir, cell: plan.Cel
         directory.state(cell.hash)
     (directory.path / schema.DONE_FILE).write_text("[]")
     with pytest.raises(RunFileError, match="not a JSON object"):
+        directory.state(cell.hash)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"hash": ' + "9" * 5000 + "}"])
+def test_json_without_end_is_damage(directory: CellDir, cell: plan.Cell, text: str) -> None:
+    path = directory.path / schema.CONFIG_FILE
+    path.write_text(text)
+    with pytest.raises(RunFileError, match="config.json: not readable"):
+        directory.state(cell.hash)
+    (directory.path / schema.METRICS_FILE).write_text(text + "\n{}\n")
+    with pytest.raises(RunFileError, match="metrics.jsonl: line 1 is damaged"):
+        directory.metrics()
+
+
+def finished(directory: CellDir) -> None:
+    for step in range(1, 4):
+        directory.append_metrics({"step": step, "loss": 0.1})
+    directory.append_eval({"step": 0, "eval/probability": 0.3})
+    directory.append_eval({"step": 3, "eval/probability": 0.4})
+    directory.finish({"steps": 3})
+
+
+def test_files_without_their_config_are_not_overwritten(directory: CellDir, cell: plan.Cell) -> None:
+    finished(directory)
+    (directory.path / schema.CONFIG_FILE).unlink()
+    with pytest.raises(RunFileError, match=r"config.json: missing, but there is done.json, metrics.jsonl; .*delete"):
+        directory.state(cell.hash)
+
+
+@pytest.mark.parametrize("name", [schema.METRICS_FILE, schema.EVAL_FILE])
+@pytest.mark.parametrize("damage", ["empty", "deleted", "cut", "folder"])
+def test_a_finished_cell_has_all_its_lines(directory: CellDir, cell: plan.Cell, name: str, damage: str) -> None:
+    finished(directory)
+    assert directory.state(cell.hash) == "done"
+    path = directory.path / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "folder":
+        path.mkdir()
+    elif damage != "deleted":
+        path.write_bytes(b"" if damage == "empty" else content[:-5])
+    with pytest.raises(RunFileError, match=f"{name}: (ends at step|is a folder).*delete the folder"):
+        directory.state(cell.hash)
+
+
+def test_a_finished_cell_has_a_readable_env(directory: CellDir, cell: plan.Cell) -> None:
+    finished(directory)
+    directory.write_env({"python": "3"})
+    assert directory.state(cell.hash) == "done"
+    (directory.path / schema.ENV_FILE).write_text('{"python')
+    with pytest.raises(RunFileError, match="env.json: not readable"):
         directory.state(cell.hash)
 
 

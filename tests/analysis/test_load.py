@@ -162,6 +162,15 @@ def test_an_error_in_the_middle_is_no_cut(tmp_path: Path, text: str) -> None:
         read_json(tmp_path / "file.json")
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"hash": ' + "9" * 5000 + "}"])
+def test_json_without_end_is_damage(copied: Path, text: str) -> None:
+    (copied / CELL / schema.CONFIG_FILE).write_text(text)
+    other = CELL.replace("seed1", "seed2")
+    (copied / other / schema.METRICS_FILE).write_text(text + "\n{}\n")
+    assert any(f"{CELL}/config.json: not valid JSON" in error for error in errors(copied))
+    assert any(f"{other}/metrics.jsonl:1: not valid JSON" in error for error in errors(copied))
+
+
 def test_no_json_at_all_names_the_line(copied: Path) -> None:
     path = copied / CELL / schema.DONE_FILE
     path.write_text(path.read_text().replace('"seconds": 9.5', '"seconds": 9,5'))
