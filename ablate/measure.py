@@ -103,7 +103,7 @@ def distance(model: Any, start: dict[str, Tensor]) -> float:
         return 0.0
     if all(p.device == s.device for p, s in pairs):  # few: all at once, in as many kernels as it takes to launch one
         moved = torch._foreach_sub([p.float() for p, _ in pairs], [s.float() for _, s in pairs])
-        norms = torch._foreach_norm(moved)
+        norms = list(torch._foreach_norm(moved))
     else:
         norms = [torch.linalg.vector_norm(p.float() - s.to(p.device).float()) for p, s in pairs]
     return torch.linalg.vector_norm(torch.stack([n.double() for n in norms])).item()

@@ -38,6 +38,8 @@ def check(config: Config) -> None:
         names = group_names(config, group)
         if group == "sampling":
             names = [name for name in names if name not in keys.SAMPLING]  # they need no look at the installed class
+        if names and "vllm" in engines:
+            _refuse_owned(group, names)
         if names:
             _check_names(group, names, known())
         if names and group == "trl":
@@ -68,6 +70,16 @@ def _check_names(group: str, names: Iterable[str], known: list[str]) -> None:
     for name in names:
         if name not in known:
             raise unknown(f"{group}.{name}", name, known)
+
+
+def _refuse_owned(group: str, names: Iterable[str]) -> None:
+    """Options of vLLM that follow from other keys."""
+    from ablate.rollout import vllm_live, vllm_sampling
+
+    owned = {"sampling": vllm_sampling.OWNED, "vllm": vllm_live.REFUSED}.get(group, {})
+    for name in names:
+        if name in owned:
+            raise ConfigError(f"{group}.{name} cannot be set: {owned[name]}")
 
 
 def _check_loss_options(config: Config, names: Iterable[str]) -> None:
@@ -102,16 +114,18 @@ def transformers_sampling_names() -> list[str]:
 
 def vllm_sampling_names() -> list[str]:
     """Options of the installed vLLM's SamplingParams."""
-    from vllm import SamplingParams
+    from ablate.rollout import vllm_sampling
 
-    return _parameters(SamplingParams)
+    return vllm_sampling.names()
 
 
 def vllm_engine_names() -> list[str]:
-    """Arguments of the installed vLLM's engine."""
+    """Arguments of the installed vLLM's engine, and this project's own beside them."""
     from vllm.engine.arg_utils import EngineArgs
 
-    return [entry.name for entry in dataclasses.fields(EngineArgs) if entry.init]
+    from ablate.rollout.vllm_live import OWN_OPTIONS
+
+    return [*(entry.name for entry in dataclasses.fields(EngineArgs) if entry.init), *OWN_OPTIONS]
 
 
 def wandb_names() -> list[str]:

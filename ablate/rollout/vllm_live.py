@@ -22,17 +22,17 @@ from ablate.rollout import vllm_sync as sync
 
 logger = logging.getLogger(__name__)
 OWN_OPTIONS = ("share_weights",)  # of vllm.*: read here, not by vLLM
-_REFUSED = {
-    "model": "model=",
-    "tokenizer": "model=",
-    "dtype": "train.dtype",
-    "seed": "sampling.seed=",
-    "logprobs_mode": "the log-probs that the importance ratio needs",
-    "enable_lora": "train.lora",
-    "max_loras": "train.lora",
-    "max_lora_rank": "peft.r",
-    "tensor_parallel_size": "one device a process",
-    "pipeline_parallel_size": "one device a process",
+REFUSED = {
+    "model": "it follows from model=",
+    "tokenizer": "it follows from model=",
+    "dtype": "it follows from train.dtype",
+    "seed": "sampling.seed seeds the draws",
+    "logprobs_mode": "the importance ratio needs raw log-probs",
+    "enable_lora": "it follows from train.lora",
+    "max_loras": "it follows from train.lora",
+    "max_lora_rank": "it follows from peft.r",
+    "tensor_parallel_size": "an engine and its trainer share one device",
+    "pipeline_parallel_size": "an engine and its trainer share one device",
 }
 
 
@@ -69,8 +69,8 @@ class Live:
 
         given = {k: v for k, v in spec.options.items() if k not in OWN_OPTIONS}
         for name in given:
-            if name in _REFUSED:
-                raise ValueError(f"vllm.{name} cannot be set: it follows from {_REFUSED[name]}")
+            if name in REFUSED:
+                raise ValueError(f"vllm.{name} cannot be set: {REFUSED[name]}")
         self.spec, self.device, self.broken = spec, spec.device, False
         if memory.pool_bytes():
             print(

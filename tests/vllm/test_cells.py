@@ -75,8 +75,29 @@ def test_sampling_options_of_a_cell(tmp_path: Path) -> None:
     assert row["sampling/kept_mass/mean"] < 0.999
     assert row["sampling/sequence_ratio/mean"] == pytest.approx(1, abs=0.02)
     assert row["sampling/truncated/sequence_ratio/mean"] < row["sampling/sequence_ratio/mean"]
-    with pytest.raises(ValueError, match="min_p"):
-        configs.load([*SMALL, "sampling.min_pp=0.2"])
+
+
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [("sampling.min_pp=0.2", "min_p"), ("sampling.n=2", "num_generations"), ("vllm.max_lora_rank=8", r"peft\.r"),
+     ("vllm.max_num_sequences=8", "max_num_seqs")],
+)  # fmt: skip
+def test_options_are_refused_before_anything_runs(override: str, match: str) -> None:
+    with pytest.raises(configs.ConfigError, match=match):
+        configs.load([*SMALL, override])
+
+
+def test_own_options_of_the_engine(tmp_path: Path) -> None:
+    overrides = ["vllm.share_weights=false", "vllm.max_num_seqs=8", "train.lora=true"]
+    assert configs.load([*SMALL, *overrides]).vllm == {"share_weights": False, "max_num_seqs": 8}
+    directory, _ = run(tmp_path, *overrides)
+    env = directory.read_env()
+    assert env is not None
+    told = env["resolved"]["engine"]
+    assert told["base_weights"] == "a copy of the engine's own"
+    assert told["base_weights_why"] == "vllm.share_weights=false"
+    assert told["options"]["max_num_seqs"] == 8
+    assert directory.metrics()[-1]["sampling/sampling_logp_difference/max"] < 1e-3
 
 
 def test_a_cell_whose_engine_dies_fails_and_the_sweep_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
