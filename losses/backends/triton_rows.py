@@ -116,7 +116,8 @@ def own_minus_mixture(
     mine = tl.load(weight + token * weight_stride + k, mask=k < width, other=0.0).to(tl.float32)
     u = mine * tl.load(keep + row) - mean
     if grad is not None:
-        u *= tl.load(grad + place)
+        g = tl.load(grad + place)
+        u = tl.where(g == 0.0, 0.0, u * g)  # a masked token's u may be anything
     tl.store(out + place * width + k, u.to(out.dtype.element_ty), mask=k < width)
 
 
@@ -140,7 +141,9 @@ def scale_rows(u, g, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = u + row * width + k
-    value = tl.load(at, mask=k < width, other=0.0).to(tl.float32) * tl.load(g + row)
+    factor = tl.load(g + row)
+    value = tl.load(at, mask=k < width, other=0.0).to(tl.float32)
+    value = tl.where(factor == 0.0, 0.0, value * factor)
     tl.store(at, value.to(u.dtype.element_ty), mask=k < width)
 
 
