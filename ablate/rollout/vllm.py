@@ -89,10 +89,17 @@ class VllmEngine:
     def _between(self) -> str:
         if not self.live.kv.able:
             return "engine stays resident"
-        return "whole engine released" if self._sleeps_whole() else "KV cache released"
+        return {
+            "keep": "KV cache released",
+            "host": "KV cache released, weights on the host",
+            "drop": "KV cache and weights released",
+        }[self._weights()]
 
-    def _sleeps_whole(self) -> bool:
-        return self.live.adapter is None
+    def _weights(self) -> str:
+        """What becomes of the engine's weights while the trainer steps: shared ones stay, trained ones come anew."""
+        if self.shared:
+            return "keep"
+        return "drop" if self.live.adapter is None else "host"
 
     def _draw(self, prompt_ids: list[list[int]], seed: int, step: int, num_generations: int) -> Rollout:
         longest = max(map(len, prompt_ids), default=0) + self.max_completion_length
@@ -146,7 +153,7 @@ class VllmEngine:
             if live.kv.able:
                 stats["memory/rollout_bytes"] = float(memory.used(live.device))
                 with self._timed(stats, "rollout/release_ms"):
-                    self.released = live.kv.release(weights=self._sleeps_whole())
+                    self.released = live.kv.release(self._weights())
                 stats["memory/released_bytes"] = float(self.released)
         except Exception as error:
             live_engine.discard(live)

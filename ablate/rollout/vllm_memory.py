@@ -186,6 +186,7 @@ class KVCache:
         self.llm, self.worker, self.device = llm, worker, device
         self.able = device.type == "cuda" and bool(llm.llm_engine.vllm_config.model_config.enable_sleep_mode)
         self.asleep: str | None = None  # None, "kv_cache" or "all"
+        self._by_hand = False  # what is asleep was released past vLLM's own bookkeeping
 
     def reset(self) -> None:
         """Forgets every cached prefix."""
@@ -194,23 +195,27 @@ class KVCache:
             if self.llm.reset_prefix_cache() is False:
                 raise RuntimeError("vLLM's prefix cache could not be emptied: requests are still running")
 
-    def release(self, weights: bool = False) -> int:
-        """Frees the cache, and with `weights` the engine's weights too, and returns the bytes that became free."""
+    def release(self, weights: str = "keep") -> int:
+        """Frees the cache, and returns the bytes that became free.
+
+        weights: "keep" on the device; "host": moved to host memory until they are woken; "drop": not kept at all.
+        """
         if not self.able or self.asleep:
             return 0
         before = used(self.device)
         self.reset()
         torch.cuda.synchronize(self.device)
-        if weights:
-            self.worker.sleep(level=2)
-            self.asleep = "all"
+        if weights != "keep":
+            self.llm.sleep(level=1 if weights == "host" else 2)
+            self.asleep, self._by_hand = "all", False
         else:
             self._release_kv()
             self.asleep = "kv_cache"
         return before - used(self.device)
 
     def _release_kv(self) -> None:
-        if hasattr(self.llm, "release_kv_cache_memory"):
+        self._by_hand = not hasattr(self.llm, "release_kv_cache_memory")  # vLLM 0.24 has no call for the cache alone
+        if not self._by_hand:
             self.llm.llm_engine.step()
             self.llm.sleep(level=0)
             self.llm.release_kv_cache_memory()
@@ -222,11 +227,11 @@ class KVCache:
                 unmap_and_release(block.handle)
 
     def wake_weights(self) -> bool:
-        """Maps released weights again, empty: whether there were any, which the caller must then fill."""
+        """Maps released weights again, from the host or, where they were dropped, empty; whether there were any."""
         if self.asleep != "all":
             return False
         self._make_room()
-        self.worker.wake_up(tags=["weights"])
+        self.llm.wake_up(tags=["weights"])
         self.asleep = "kv_cache"
         return True
 
@@ -237,10 +242,7 @@ class KVCache:
         if self.asleep == "all":
             raise RuntimeError("the engine's weights are still released: wake_weights() comes first")
         self._make_room()
-        if hasattr(self.llm, "release_kv_cache_memory"):
-            self.llm.wake_up(tags=["kv_cache"])
-        else:
-            self.worker.wake_up(tags=["kv_cache"])
+        (self.worker if self._by_hand else self.llm).wake_up(tags=["kv_cache"])
         self.asleep = None
 
     def _make_room(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,16 +68,55 @@ def test_graph_sizes() -> None:
     assert memory.graph_sizes(256)[-1] == 256 and len(memory.graph_sizes(256)) < 30
 
 
-class Allocator:
-    """A stand-in for the engine's side of the KV cache."""
+class Engine:
+    """The engine's side of the KV cache: what is asked of it, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, sleep_mode: bool) -> None:
         self.calls: list[Any] = []
-        config = type("C", (), {"enable_sleep_mode": False})
-        self.llm_engine = type("E", (), {"vllm_config": type("V", (), {"model_config": config})})
+        model = SimpleNamespace(enable_sleep_mode=sleep_mode)
+        config = SimpleNamespace(model_config=model, cache_config=SimpleNamespace(kv_cache_memory_bytes=GIB))
+        self.llm_engine = SimpleNamespace(vllm_config=config, step=lambda: self.calls.append("step"))
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset")
+        return True
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake {tags}")
+
+    def release_kv_cache_memory(self) -> None:
+        self.calls.append("release")
 
 
 def test_without_sleep_mode_nothing_is_released() -> None:
-    cache = memory.KVCache(Allocator(), None, torch.device("cpu"))
+    engine = Engine(sleep_mode=False)
+    cache = memory.KVCache(engine, engine, torch.device("cpu"))
     assert cache.release() == 0 and cache.asleep is None
     cache.wake()
+    assert engine.calls == []
+
+
+@pytest.mark.parametrize(("weights", "level"), [("keep", 0), ("host", 1), ("drop", 2)])
+def test_release_and_wake(weights: str, level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never released twice, never woken twice, weights before the cache, and always by tag."""
+    monkeypatch.setattr(memory, "used", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *a: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *a: (100 * GIB, 140 * GIB))
+    engine = Engine(sleep_mode=True)
+    cache = memory.KVCache(engine, engine, CUDA)
+    cache.release(weights)
+    cache.release(weights)
+    assert engine.calls.count(f"sleep {level}") == 1 and engine.calls[0] == "reset"
+    assert ("release" in engine.calls) == (weights == "keep")
+    if weights != "keep":
+        with pytest.raises(RuntimeError, match="weights are still released"):
+            cache.wake()
+    assert cache.wake_weights() == (weights != "keep")
+    cache.wake()
+    cache.wake()
+    wakes = [call for call in engine.calls if call.startswith("wake")]
+    assert wakes == (["wake ['kv_cache']"] if weights == "keep" else ["wake ['weights']", "wake ['kv_cache']"])
+    assert cache.asleep is None
