@@ -93,12 +93,16 @@ def read_cell(folder: Path, root: Path, problems: list[Problem], strict: bool) -
             if torn:
                 message = "the last line is torn (a killed writer); it is left out"
                 problems.append(Problem("warning", message, relative(path, root), len(rows) + 1))
-    cell.pairing = {
-        key: value
-        for source in (cell.environment, cell.done)
-        for key, value in (source.get("pairing") or {}).items()
-        if isinstance(value, str)
-    }
+    seconds = cell.done.get("seconds")
+    if seconds is not None and not isinstance(seconds, int | float):
+        note(RunFileError(folder / schema.DONE_FILE, None, f"'seconds' should be a number, found {seconds!r}"))
+        cell.done = {**cell.done, "seconds": None}
+    for name, source in ((schema.ENV_FILE, cell.environment), (schema.DONE_FILE, cell.done)):
+        pairing = source.get("pairing") or {}
+        if not isinstance(pairing, dict):
+            note(RunFileError(folder / name, None, f"'pairing' should hold hashes, found {pairing!r}"))
+            continue
+        cell.pairing |= {key: value for key, value in pairing.items() if isinstance(value, str)}
     if not damaged and cell.done:
         for contradiction in _contradictions(cell):
             note(contradiction)
@@ -115,7 +119,7 @@ def _read_config(cell: Cell, path: Path) -> str | None:
     if not isinstance(identity, dict) or not {"name", "variant", "seed"} <= identity.keys():
         raise RunFileError(path, None, "'cell' should hold name, variant, seed and point")
     seed, point = identity["seed"], identity.get("point") or {}
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
         raise RunFileError(path, None, f"'cell.seed' should be a whole number, found {seed!r}")
     if not isinstance(point, dict):
         raise RunFileError(path, None, f"'cell.point' should map axes to values, found {point!r}")
@@ -140,6 +144,9 @@ def _contradictions(cell: Cell) -> list[RunFileError]:
     if isinstance(steps, int) and steps != last:
         reason = f"ends at step {last}, done.json says {steps} steps: rows are missing or were added"
         found.append(RunFileError(cell.directory / schema.METRICS_FILE, len(cell.metrics) or None, reason))
+    elif isinstance(steps, int) and len(cell.metrics) != steps:
+        reason = f"holds {len(cell.metrics)} rows for {steps} steps: rows were taken out"
+        found.append(RunFileError(cell.directory / schema.METRICS_FILE, None, reason))
     if not cell.evals:
         found.append(RunFileError(cell.directory / schema.EVAL_FILE, None, "no evaluation, yet the cell is done"))
         return found

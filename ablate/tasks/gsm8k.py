@@ -240,7 +240,8 @@ def final_number(text: str, form: str) -> Decimal | None:
     mark, the last number in the text, so that a right answer in the wrong form still counts.
     """
     if form == "think":
-        inside = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+        # Cut after the last end tag, where every further tag would be searched for an end in vain.
+        inside = re.findall(r"<answer>(.*?)</answer>", text[: text.rfind("</answer>") + len("</answer>")], re.DOTALL)
         return the_number(inside[0]) if len(inside) == 1 else None
     if MARK in text:
         return the_number(text.rsplit(MARK, 1)[1].strip().split("\n", 1)[0])
@@ -250,9 +251,9 @@ def final_number(text: str, form: str) -> Decimal | None:
 
 def is_strict(text: str, form: str) -> bool:
     """Whether a completion has exactly the asked form and nothing else."""
-    if STRICT[form].fullmatch(text) is None:
-        return False
-    return all(text.count(tag) == 1 for tag in TAGS) if form == "think" else text.count(MARK) == 1
+    # Counted first: with one of each the expression below takes time linear in the text.
+    once = all(text.count(tag) == 1 for tag in TAGS) if form == "think" else text.count(MARK) == 1
+    return once and STRICT[form].fullmatch(text) is not None
 
 
 def soft_credit(text: str, form: str) -> float:
@@ -302,7 +303,7 @@ def read_jsonl(path: Path) -> list[Problem]:
         where = f"{path}, line {number}"
         try:
             row = json.loads(line.decode("utf-8"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             cut = " (the last line: is the file cut off?)" if number == len(lines) else ""
             raise ValueError(f"{where}: not a JSON object{cut}: {error}; repair or remove the line") from error
         problems.append(_problem(row, where))
@@ -317,6 +318,8 @@ def _problem(row: Any, where: str) -> Problem:
     for key in ("question", "answer"):
         if not isinstance(row.get(key), str) or not row[key].strip():
             raise ValueError(f"{where}: {key!r} is missing or not a text; each row needs 'question' and 'answer'")
+        if row[key] != row[key].encode(errors="replace").decode():
+            raise ValueError(f"{where}: {key!r} holds half a character (a lone surrogate); repair or remove the line")
     solution, mark, final = row["answer"].rpartition(MARK)
     if not mark or the_number(final) is None:
         raise ValueError(f"{where}: 'answer' does not end with '#### N', N a number")

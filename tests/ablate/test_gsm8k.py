@@ -1,6 +1,7 @@
 """The GSM8K task: reading files, rewards on any output in both forms, and greedy evaluation."""
 
 import json
+import time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,8 @@ def test_seed_and_fingerprint(data: Path) -> None:
         ('{"question": "a", "answer": "5"}', "line 2: 'answer' does not end with '#### N'"),
         ('{"question": "a", "answer": "#### five"}', "line 2: 'answer' does not end with '#### N'"),
         ('{"question": "a", "answer": "#### 5"} x', "line 2: not a JSON object"),
+        ("[" * 100_000, "line 2: not a JSON object"),
+        (r'{"question": "a\ud800", "answer": "#### 5"}', "line 2: 'question' holds half a character"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -261,6 +264,17 @@ def test_thinking_length_is_logged_in_tokens(tokenizer: Any) -> None:
     assert logged == {"thinking_length": len("two and three") / 2}
     assert thinking_part("<reasoning> cut off", "think") == "cut off"
     assert thinking_part("a\n#### 5", "plain") == "a"
+
+
+@pytest.mark.parametrize("form", ["plain", "think"])
+@pytest.mark.parametrize("part", ["<answer>", "<reasoning>", "</reasoning>", "\n####1", "#", "-", "1,", "</answer>"])
+def test_long_repetition_takes_linear_time(form: str, part: str) -> None:
+    started = time.process_time()
+    text = part * 20_000
+    assert not is_strict(text, form)
+    assert final_number(text, form) != Decimal(7)
+    assert surplus_characters(text, form) >= 0
+    assert time.process_time() - started < 1
 
 
 def test_the_form_helpers_agree_with_the_prompt() -> None:

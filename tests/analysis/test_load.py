@@ -1,6 +1,7 @@
 """Run files as they are and as they should not be: what is read, what is refused, and how it is said."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -169,6 +170,30 @@ def test_json_without_end_is_damage(copied: Path, text: str) -> None:
     (copied / other / schema.METRICS_FILE).write_text(text + "\n{}\n")
     assert any(f"{CELL}/config.json: not valid JSON" in error for error in errors(copied))
     assert any(f"{other}/metrics.jsonl:1: not valid JSON" in error for error in errors(copied))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        (schema.CONFIG_FILE, lambda c: c["cell"].update(seed=10**30), "'cell.seed' should be a whole number"),
+        (schema.CONFIG_FILE, lambda c: c["cell"].update(seed=-1), "'cell.seed' should be a whole number"),
+        (schema.DONE_FILE, lambda c: c.update(seconds="long"), "'seconds' should be a number, found 'long'"),
+        (schema.DONE_FILE, lambda c: c.update(pairing=[1]), r"'pairing' should hold hashes, found \[1\]"),
+        (schema.ENV_FILE, lambda c: c.update(pairing="x"), "'pairing' should hold hashes, found 'x'"),
+    ],
+)
+def test_values_of_the_wrong_kind(copied: Path, name: str, change: Any, reason: str) -> None:
+    edit(copied / CELL / name, change)
+    assert state(copied) == "damaged"
+    assert any(re.search(f"{CELL}/{name}: {reason}", error) for error in errors(copied))
+
+
+def test_a_row_taken_out_of_the_middle(copied: Path) -> None:
+    path = copied / CELL / schema.METRICS_FILE
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:5] + lines[6:]))
+    assert state(copied) == "damaged"
+    assert any("metrics.jsonl: holds 19 rows for 20 steps" in error for error in errors(copied))
 
 
 def test_no_json_at_all_names_the_line(copied: Path) -> None:
