@@ -75,7 +75,7 @@ def loss_params(args: Any, variant: str, given: dict[str, Any] | None) -> dict[s
     if "max_completion_length" in known:
         params["max_completion_length"] = args.max_completion_length
     given = dict(given or {})
-    if given.get("beta", args.beta) != args.beta:
+    if "beta" in given and given["beta"] != args.beta:
         raise ValueError(
             f"loss_params beta={given['beta']} and GRPOConfig's beta={args.beta} differ: set beta in GRPOConfig"
         )

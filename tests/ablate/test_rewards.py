@@ -13,6 +13,7 @@ import torch
 
 from ablate import config as configs
 from ablate.rewards import checked
+from ablate.trl_options import loss_params
 
 BATCH = {"prompts": ["a"] * 3, "completions": ["x", "yy", "zzz"], "completion_ids": [[1]] * 3}
 
@@ -124,6 +125,15 @@ def test_numbers_of_other_libraries_become_floats() -> None:
         assert rewards == [0.0, 1.0, 2.0]
         assert all(type(reward) is float for reward in rewards)
     assert checked(lambda **kwargs: [True, None, False], "f")(**BATCH) == [1.0, None, 0.0]
+
+
+def test_a_beta_that_is_no_number_is_named() -> None:
+    args = SimpleNamespace(
+        beta=float("nan"), epsilon=0.2, epsilon_high=None, vllm_importance_sampling_mode="sequence_mask",
+        vllm_importance_sampling_clip_max=3.0, max_completion_length=4,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="beta=nan is outside"):
+        loss_params(args, "reference", None)
 
 
 def test_the_limit_is_checked() -> None:
