@@ -120,3 +120,16 @@ def test_release_and_wake(weights: str, level: int, monkeypatch: pytest.MonkeyPa
     wakes = [call for call in engine.calls if call.startswith("wake")]
     assert wakes == (["wake ['kv_cache']"] if weights == "keep" else ["wake ['weights']", "wake ['kv_cache']"])
     assert cache.asleep is None
+
+
+def test_start_leaves_tritons_hooks_as_they_were() -> None:
+    """vLLM's monitor of compilations would fail on the losses' kernels, which take functions as constants."""
+    knobs = pytest.importorskip("triton.knobs")
+    from ablate.rollout import vllm_live
+
+    hook, printing = knobs.runtime.jit_post_compile_hook, knobs.autotuning.print
+    with pytest.raises(KeyError), vllm_live._keeping_triton_hooks():
+        knobs.runtime.jit_post_compile_hook = lambda **kwargs: None
+        knobs.autotuning.print = not printing
+        raise KeyError
+    assert knobs.runtime.jit_post_compile_hook is hook and knobs.autotuning.print == printing

@@ -1,6 +1,6 @@
 """Rollouts by vLLM beside a trainer, measured on a CUDA device with random weights of known shapes.
 
-    python experiments/results/rollout/measure.py --out DIR [--parts small,memory,large,fp8,stock]
+    python experiments/results/rollout/measure.py --out DIR [--parts small,stock,large,fp8,memory]
 
     small   SmolLM2-135M's shape, LoRA r = 16, 64 completions of 256 tokens a step: step time by part, adapter refresh
     memory  two of its layers, 200 steps of 64 completions of 16 tokens: device memory after steps 20 and 200
@@ -236,13 +236,6 @@ def breakdown(live: Any) -> dict[str, float]:
     scored = SamplingParams(max_tokens=256, ignore_eos=True, detokenize=False, logprobs=0)
     seeded = [SamplingParams(max_tokens=256, ignore_eos=True, detokenize=False, seed=i) for i in range(64)]
 
-    def base(params: Any) -> Any:
-        adapter, live.adapter = live.adapter, None
-        try:
-            return live.generate(ids, params)
-        finally:
-            live.adapter = adapter
-
     def recorded() -> Any:
         with vllm_sampling.Recorder(live.worker.model_runner):
             return live.generate(ids, plain)
@@ -252,7 +245,6 @@ def breakdown(live: Any) -> dict[str, float]:
         "adapter, log-probs read off the sampler": recorded,
         "adapter, vLLM's log-probs": lambda: live.generate(ids, scored),
         "adapter, a generator per request": lambda: live.generate(ids, seeded),
-        "no adapter": lambda: base(plain),
     }
     out = {}
     for name, case in cases.items():
@@ -400,7 +392,7 @@ def provenance() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", default="small,memory,large,fp8,stock")
+    parser.add_argument("--parts", default="small,stock,large,fp8,memory")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     asked = options.parts.split(",")
