@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 
-from losses.backends import triton_divergence
-from losses.backends.triton_vocabulary import Rows
-
-SHAPES = tuple(Rows(high, 128 * warps, warps) for warps, high in itertools.product((4, 8, 16, 32), (1, 2, 4, 8)))
+SHAPES = tuple((high, 128 * warps, warps) for warps, high in itertools.product((4, 8, 16, 32), (1, 2, 4, 8)))
+Shape = tuple[int, int, int]  # columns of the vocabulary to one of a tile, a tile's columns, warps
 
 
 class Chunk:
@@ -27,14 +25,17 @@ class Chunk:
         self.kl, self.factor = torch.empty(rows, device=device), torch.empty(rows, device=device)
         self.slope = self.own.view(torch.bfloat16)[:, self.stride :]
 
-    def launch(self, shape: Rows, store: bool, reverse: bool, **options: Any) -> None:
+    def launch(self, shape: Shape, store: bool, reverse: bool, **options: Any) -> None:
+        from losses.backends import triton_divergence
+
+        high, wide, warps = shape
         triton_divergence.divergence_rows[(self.rows,)](
             self.own, self.other, self.stride, None, None, self.vocab, 1.0, 1.0, 1.0, 0, None, self.kl, self.slope,
-            self.slope.stride(0), self.factor, HIGH=shape.high, WIDE=shape.wide, SOFTCAP=False, REVERSE=reverse,
-            STORE=store, DIVIDE=False, num_warps=shape.warps, **options,
+            self.slope.stride(0), self.factor, HIGH=high, WIDE=wide, SOFTCAP=False, REVERSE=reverse,
+            STORE=store, DIVIDE=False, num_warps=warps, **options,
         )  # fmt: skip
 
-    def milliseconds(self, shape: Rows, store: bool, reverse: bool, reps: int, **options: Any) -> float:
+    def milliseconds(self, shape: Shape, store: bool, reverse: bool, reps: int, **options: Any) -> float:
         """Median over `reps` launches; the policy's logits are drawn again before each, since slopes overwrite them."""
         times = []
         for i in range(reps + 2):
@@ -68,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
             chunk.milliseconds(shape, *mode, options.reps, **limits) * options.tokens / options.rows
             for mode in ((True, True), (True, False), (False, True))
         ]
-        print(shape.high, shape.wide, shape.warps, "|", *(f"{t:.2f}" for t in times), flush=True)
+        print(*shape, "|", *(f"{t:.2f}" for t in times), flush=True)
     return 0
 
 
