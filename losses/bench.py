@@ -113,9 +113,10 @@ def peak_extra(work: Callable[[], Any], device: str) -> int | None:
 
 def memory_here(entry: Entry, shape: Shape) -> int | None:
     """Peak of a step above the inputs and the gradients that it leaves behind, in this process."""
-    # Thread pools, libraries and their buffers are there from a small problem on.
-    small = dataclasses.replace(shape, tokens=shape.batch * 2, vocab=min(shape.vocab, 512))
-    entry.step(Problem.make(small))
+    if shape.device == "cpu":
+        # Thread pools, libraries and their buffers are there from a small problem on. On CUDA they are there by now,
+        # and a peer that compiles itself would do it again for another shape.
+        entry.step(Problem.make(dataclasses.replace(shape, tokens=shape.batch * 2, vocab=min(shape.vocab, 512))))
     problem = Problem.make(shape)
     kept: list[Any] = []
     peak = peak_extra(lambda: kept.extend(entry.step(problem)[1:]), shape.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -154,14 +155,36 @@ def evaluate(
 class TokenGradient:
     """d loss / d n of single tokens: with it a trained head's weight gradient is formed in the forward, chunk by chunk.
 
-    `surrogate` and `kl` are the variant's bodies; a backend calls the whole on torch tensors, or takes `elementwise()`.
+    A backend calls the whole on torch tensors, or takes `elementwise()`. Nothing is computed before it is asked for: a
+    GPU is to be given its first product first.
     """
 
-    surrogate: Callable
-    kl: Callable | None  # None: no KL term on samples
+    variant: Variant
+    inputs: LossInputs
     params: dict[str, Any]
-    tokens: Tokens
-    sequence_weight: Tensor | None  # (tokens,), where the sampler's correction is known for whole completions
+    dtype: torch.dtype
+
+    @property
+    def surrogate(self) -> Callable:
+        return self.variant.surrogate
+
+    @property
+    def kl(self) -> Callable | None:
+        """None: no KL term on samples."""
+        return self.variant.kl if self.params["beta"] > 0 else None
+
+    @functools.cached_property
+    def tokens(self) -> Tokens:
+        return prepare(self.variant, self.inputs, self.params, self.dtype)
+
+    @functools.cached_property
+    def sequence_weight(self) -> Tensor | None:
+        """(tokens,), where the sampler's correction is one of whole completions."""
+        t = self.tokens
+        if t.mu is None or not self.params["sampling_mode"].startswith("sequence"):
+            return None
+        assert t.o is not None  # `token_gradient` asks
+        return _sampling_weight(t.o, t, self.params).expand_as(t.mask).reshape(-1)
 
     def __call__(self, n: Tensor, index: Tensor) -> Tensor:
         """n (tokens,) and their flat positions -> derivatives (tokens,)."""
@@ -225,12 +248,7 @@ def token_gradient(
     needs_old = sequence_weight or (variant.shape_advantage is not None and params["beta"] > 0)
     if not variant.token_level or (needs_old and inputs.old_per_token_logps is None):
         return None
-    t = prepare(variant, inputs, params, dtype)
-    w = None
-    if sequence_weight:
-        assert t.o is not None  # checked above
-        w = _sampling_weight(t.o, t, params).expand_as(t.mask).reshape(-1)
-    return TokenGradient(variant.surrogate, variant.kl if params["beta"] > 0 else None, params, t, w)
+    return TokenGradient(variant, inputs, params, dtype)
 
 
 def add_vocabulary_kl(
