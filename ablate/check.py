@@ -97,7 +97,10 @@ def main(
     for line in failures:
         console.print(f"FAILED {line}", style="red", markup=False, highlight=False, soft_wrap=True)
     if not failures:
-        console.print(f"\n{len(certificates)} variants: every claim holds", highlight=False)
+        plural = "" if len(certificates) == 1 else "s"
+        console.print(f"\n{len(certificates)} variant{plural}: every claim holds", highlight=False)
+        if unclaimed := [name for name, c in known.items() if not c.variant.claims]:
+            console.print(f"without claims: {', '.join(unclaimed)}", markup=False, highlight=False)
     return FAILED if failures else OK
 
 

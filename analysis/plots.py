@@ -121,6 +121,7 @@ def differences(runs: Runs, *, baseline: str = stats.BASELINE, level: float = st
         panel.set_yticks(range(len(variants)), variants)
         panel.set_ylim(max(len(variants), 1) - 0.5, -0.5)
         panel.grid(axis="y", visible=False)
+        panel.xaxis.set_major_locator(MaxNLocator(nbins=4))  # labels such as -0.175 are wide
         if index + columns >= len(runs.points):
             panel.tick_params(labelbottom=True)
             panel.set_xlabel(f"difference to {baseline} in\n{runs.primary_label}")
