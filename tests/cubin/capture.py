@@ -1,4 +1,4 @@
-"""Compiles what a call would launch, for a GPU that is not there: tensors on the meta device, a driver that only names its target."""
+"""Compiles what a call would launch, for a GPU that is not there: tensors on the meta device, a driver in name only."""
 
 from __future__ import annotations
 
@@ -56,9 +56,12 @@ def compiling_for(capability: int) -> Iterator[list[tuple[str, Any]]]:
     def tiles(_: Any, width: int, float8: bool) -> Any:
         if capability < 90:
             return triton_tiles.AMPERE
-        return triton_tiles.HOPPER_FLOAT8 if float8 else (
-            triton_tiles.HOPPER_NARROW if width < triton_tiles.NARROW else triton_tiles.HOPPER
+        return (
+            triton_tiles.HOPPER_FLOAT8
+            if float8
+            else (triton_tiles.HOPPER_NARROW if width < triton_tiles.NARROW else triton_tiles.HOPPER)
         )
+
     previous = driver._active if hasattr(driver, "_active") else None
     driver.set_active(_Driver(capability))
     try:
