@@ -1,19 +1,20 @@
 """Torch, chunk by chunk of tokens: one chunk of logits alive, float32 log-sum-exp, on any device.
 
-With z the logits less their row maximum, s = sum exp(z), kappa = scale / T, j = d logits / d raw logits where a softcap
-bends them (1 elsewhere), and e = j exp(z):
+With p = softmax of a row's logits, kappa = scale / T, j = d logits / d raw logits where a softcap bends them (1
+elsewhere), s = 1 / max p for half-precision products and 1 for others, and e = j p s:
 
     u_t = kappa (j_y W[y] - (e W)_t / s_t),     d W = kappa (sum_t g_t j_y onehot_y h_t - e^T (g h / s))
 
-e is in (0, 1] whatever the vocabulary, the one-hot half never enters a half-precision product, and g and 1 / s multiply
-float32 results or, for d W, the rows of h after division by their largest: nothing underflows before it is scaled.
+In half precision e reaches 1 whatever the vocabulary, the one-hot half never enters a half-precision product, and g and
+1 / s multiply float32 results or, for d W, the rows of h after division by their largest: nothing underflows before it
+is scaled. A chunk is read and written as few times as torch's operations allow: on a CPU each is a barrier for its
+threads, which costs most where they have no core to themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +24,7 @@ from losses.precision import Products, products
 
 AUTOGRAD = False
 CHUNK_BYTES = {"cpu": 96 << 20, "cuda": 512 << 20}  # of one float32 logits buffer
-# Elementwise passes over rows that stay in cache between the passes; a GPU gains nothing from blocks of rows.
-BLOCK_BYTES = {"cpu": 8 << 20}  # small blocks cost more barriers than they save where threads outnumber cores
+SCRATCH_BYTES = {"cpu": 8 << 20, "cuda": 512 << 20}  # of a softcap's slopes, and of an entropy that no product gives
 
 
 @dataclass
@@ -32,10 +32,11 @@ class _Chunk:
     index: Tensor | slice  # flat positions
     h: Tensor  # (rows, H)
     ids: Tensor
-    e: Tensor  # (rows, V), defined where gradients are wanted
-    z_y: Tensor  # (rows,)
+    logp: Tensor  # (rows,)
+    lse: Tensor  # (rows,) of the logits
+    entropy: Tensor | None  # (rows,) where asked for
+    e: Tensor  # (rows, V), where gradients are wanted
     s: Tensor  # (rows,)
-    ez: Tensor | None  # (rows,) sum exp(z) z, where the entropy is wanted
     j_y: Tensor | None  # (rows,) where gradients are wanted and a softcap is
 
 
@@ -44,7 +45,7 @@ def chunk_rows(head: Head) -> int:
     if head.chunk_size is not None:
         return head.chunk_size
     size = 8 if head.dtype == torch.float64 else 4
-    rows = CHUNK_BYTES.get(head.hidden.device.type, 96 << 20) // (size * head.weight.shape[0])
+    rows = CHUNK_BYTES.get(head.hidden.device.type, CHUNK_BYTES["cpu"]) // (size * head.weight.shape[0])
     return max(1, rows // 32 * 32 if rows >= 32 else rows)
 
 
@@ -54,53 +55,65 @@ def _chunks(
     total = head.tokens if index is None else len(index)
     rows = max(1, min(chunk_rows(head), total))
     logits = torch.empty(rows, weight.shape[0], dtype=head.logps_dtype, device=weight.device)
-    budget = BLOCK_BYTES.get(weight.device.type)
-    block = rows if budget is None else min(rows, max(1, budget // (logits.element_size() * weight.shape[0])))
-    scratch = torch.empty_like(logits[:block])
-    bias = None if head.bias is None else head.bias.detach().to(logits.dtype)
     for start in range(0, total, rows):
         stop = min(start + rows, total)
         where = slice(start, stop) if index is None else index[start:stop]
         h, z, y = head.rows(where), logits[: stop - start], ids[where]
         ops.logits(h, weight, z.dtype, out=z, ids=y)
-        several = len(z) > block
-        parts = []
-        for z_part, y_part in zip(z.split(block), y.split(block), strict=True):
-            e = scratch[: len(z_part)]
-            parts.append(_exponentials(z_part, y_part, e, bias, head, entropy=entropy, gradients=gradients))
-            if gradients and several:
-                z_part.copy_(e)
-        z_y, s, ez, j_y = (_joined(x) for x in zip(*parts, strict=True))
-        yield _Chunk(where, h, y, z if several else scratch[: len(z)], z_y, s, ez, j_y)
-
-
-def _joined(parts: tuple) -> Any:
-    return None if parts[0] is None else torch.cat(parts)
-
-
-def _exponentials(
-    z: Tensor, ids: Tensor, e: Tensor, bias: Tensor | None, head: Head, *, entropy: bool, gradients: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """From products z (rows, V), which are overwritten, to `e`; returns z_y, s, ez and j_y."""
-    slope = ez = j_y = None
-    if bias is not None:
-        z.add_(bias)
-    if head.softcap is not None:
-        z.mul_(head.scale / head.softcap).tanh_()
+        _bend(z, head)
+        z_y = _pick(z, y)
+        log_p = torch.log_softmax(z, 1, out=z)
+        logp = _pick(log_p, y)
+        spread = _entropy(log_p) if entropy else None
+        c = _Chunk(where, h, y, logp, z_y - logp, spread, z, torch.ones_like(logp), None)
         if gradients:
-            slope = z.square().neg_().add_(1)
-        z.mul_(head.softcap / head.temperature)
+            _exponentials(c, head, native=ops.native)
+        yield c
+
+
+def _pick(x: Tensor, ids: Tensor) -> Tensor:
+    return x.gather(1, ids.unsqueeze(1)).squeeze(1)
+
+
+def _bend(z: Tensor, head: Head) -> None:
+    """From products to logits, in place."""
+    if head.bias is not None:
+        z.add_(head.bias.detach().to(z.dtype))
+    if head.softcap is not None:
+        z.mul_(head.scale / head.softcap).tanh_().mul_(head.softcap / head.temperature)
     elif head.scale != head.temperature:
         z.mul_(head.scale / head.temperature)
-    z.sub_(z.amax(1, keepdim=True))
-    z_y = z.gather(1, ids.unsqueeze(1)).squeeze(1)
-    s = torch.exp(z, out=e).sum(1)
-    if entropy:
-        ez = z.mul_(e).sum(1)
-    if slope is not None:
-        j_y = slope.gather(1, ids.unsqueeze(1)).squeeze(1)
-        e.mul_(slope)
-    return z_y, s, ez, j_y
+
+
+def _scratch_rows(x: Tensor) -> int:
+    budget = SCRATCH_BYTES.get(x.device.type, SCRATCH_BYTES["cpu"])
+    return max(1, budget // (x.element_size() * x.shape[1]))
+
+
+def _entropy(log_p: Tensor) -> Tensor:
+    """-sum p log p of rows of log p, with few rows of p alive."""
+    rows = _scratch_rows(log_p)
+    scratch = torch.empty_like(log_p[:rows])
+    return torch.cat([torch.exp(x, out=scratch[: len(x)]).mul_(x).sum(1).neg_() for x in log_p.split(rows)])
+
+
+def _exponentials(c: _Chunk, head: Head, *, native: bool) -> None:
+    """From log p to e, in place; sets s and j_y."""
+    log_p, lse = c.e, c.lse
+    if native:
+        top = log_p.amax(1)
+        log_p.sub_(top.unsqueeze(1))
+        c.s, lse = top.neg().exp_(), lse + top
+    if head.softcap is None:
+        log_p.exp_()
+        return
+    rows, picked = _scratch_rows(log_p), []
+    for part, ids, shift in zip(log_p.split(rows), c.ids.split(rows), lse.split(rows), strict=True):
+        # 1 - tanh^2 of the raw logits, from the logits themselves, softcap tanh / temperature.
+        slope = (part + shift.unsqueeze(1)).mul_(head.temperature / head.softcap).square_().neg_().add_(1)
+        picked.append(_pick(slope, ids))
+        part.exp_().mul_(slope)
+    c.j_y = torch.cat(picked)
 
 
 def forward(
@@ -129,18 +142,23 @@ def forward(
     with torch.autocast(device.type, enabled=False):
         weight = ops.weight(head.weight.detach().to(head.dtype))
         gradients = keep_u or token_gradient is not None
-        for c in _chunks(head, ids, index, ops, weight, entropy=entropy, gradients=gradients):
-            logp = c.z_y - c.s.log()
-            logps[c.index] = logp
-            if out.entropy is not None and c.ez is not None:
-                out.entropy.view(-1)[c.index] = c.s.log() - c.ez / c.s
+        # E[z] = kappa h . (p W): u's product gives the entropy as well, unless something bends, shifts or rounds.
+        free = keep_u and head.softcap is None and head.bias is None and head.precision == "auto" and not ops.native
+        for c in _chunks(head, ids, index, ops, weight, entropy=entropy and not free, gradients=gradients):
+            logps[c.index] = c.logp
             if out.u is not None:
-                u = _u(head, ops, weight, c)
+                mixture = ops.mix(c.e, weight, ids=c.ids).div_(c.s.unsqueeze(1))
+                if entropy and free:
+                    mean = torch.linalg.vecdot(mixture, c.h.to(mixture.dtype)).mul_(head.scale / head.temperature)
+                    c.entropy = (c.lse - mean).clamp_(min=0)
+                u = _u(head, ops, weight, c, mixture)
                 out.u.view(-1, u.shape[1])[c.index] = u.to(out.u.dtype)
+            if out.entropy is not None and c.entropy is not None:
+                out.entropy.view(-1)[c.index] = c.entropy
             if token_gradient is not None:
                 i = c.index
                 where = torch.arange(i.start, i.stop, device=device) if isinstance(i, slice) else i
-                _add_weight_grad(out, head, ops, c, token_gradient(logp, where))
+                _add_weight_grad(out, head, ops, c, token_gradient(c.logp, where))
     return out
 
 
@@ -157,7 +175,8 @@ def backward(
         weight = ops.weight(head.weight.detach().to(head.dtype))
         for c in _chunks(head, ids, index, ops, weight, entropy=False, gradients=True):
             if d_hidden is not None:
-                rows = _u(head, ops, weight, c) * flat[c.index].unsqueeze(1)
+                mixture = ops.mix(c.e, weight, ids=c.ids).div_(c.s.unsqueeze(1))
+                rows = _u(head, ops, weight, c, mixture) * flat[c.index].unsqueeze(1)
                 d_hidden.view(-1, rows.shape[1])[c.index] = rows.to(d_hidden.dtype)
             _add_weight_grad(out, head, ops, c, flat[c.index])
     return (
@@ -174,12 +193,12 @@ def _allocate(out: Pass, head: Head, needs: tuple[bool, bool, bool]) -> None:
         out.d_bias = torch.zeros(head.weight.shape[0], dtype=head.logps_dtype, device=head.weight.device)
 
 
-def _u(head: Head, ops: Products, weight: Tensor, c: _Chunk) -> Tensor:
-    """d logp / d hidden of the chunk's rows, (rows, H) in float32 or float64."""
+def _u(head: Head, ops: Products, weight: Tensor, c: _Chunk, mixture: Tensor) -> Tensor:
+    """d logp / d hidden of the chunk's rows, (rows, H) in float32 or float64; mixture: (e W) / s, overwritten."""
     own = ops.rows(weight, c.ids).to(c.e.dtype)
     if c.j_y is not None:
         own = own * c.j_y.unsqueeze(1)
-    return own.sub_(ops.mix(c.e, weight, ids=c.ids).div_(c.s.unsqueeze(1))).mul_(head.scale / head.temperature)
+    return torch.sub(own, mixture, out=mixture).mul_(head.scale / head.temperature)
 
 
 def _add_weight_grad(out: Pass, head: Head, ops: Products, c: _Chunk, g: Tensor) -> None:
