@@ -23,11 +23,12 @@ MARKERS = re.compile(r"(<!-- results (?P<folder>[^\s]+) -->\n).*?(<!-- end of re
 def block(runs: Runs) -> str:
     """Table, sentences and origin of an experiment's runs as Markdown."""
     main = tables.comparison_table(runs)
-    sentences = words.sentences(runs, compare(runs))
+    comparisons = compare(runs)
+    sentences = [*words.sentences(runs, comparisons), words.multiplicity(comparisons)]
     commits = sorted(str(sha)[:12] for sha in runs.cells["git_sha"].dropna().unique())
     origin = f"{main.title}; {len(runs.done)} runs, commit {', '.join(commits) or 'unknown'}."
     table = main.markdown(notes=False, columns=[*tables.TERMINAL, *runs.axes])
-    listed = "\n".join(f"- {escape_markdown(line)}" for line in sentences)
+    listed = "\n".join(f"- {escape_markdown(line)}" for line in sentences if line)
     return f"{table}\n<details><summary>{escape_html(origin)}</summary>\n\n{listed}\n\n</details>\n"
 
 
