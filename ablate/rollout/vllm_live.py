@@ -19,6 +19,7 @@ from ablate.rollout import vllm_memory as memory
 from ablate.rollout import vllm_sampling as sampling
 from ablate.rollout import vllm_share as share
 from ablate.rollout import vllm_sync as sync
+from losses.backends.triton_hooks import keeping_hooks
 
 logger = logging.getLogger(__name__)
 OWN_OPTIONS = ("share_weights",)  # of vllm.*: read here, not by vLLM
@@ -250,7 +251,7 @@ def _start(spec: Spec, plan: Mapping[str, Any]) -> Any:
     if spec.rank:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": sync.max_rank(spec.rank)}
     try:
-        with _keeping_generators(spec.device), _keeping_triton_hooks(), _plain_layouts(spec.device):
+        with _keeping_generators(spec.device), keeping_hooks(), _plain_layouts(spec.device):
             return LLM(**arguments)
     except Exception as error:
         gc.collect()
@@ -269,22 +270,6 @@ def _keeping_generators(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
-
-
-@contextlib.contextmanager
-def _keeping_triton_hooks() -> Iterator[None]:
-    """vLLM leaves a hook on every later Triton compilation of the process. With a hook set, Triton writes a kernel's
-    constants as JSON, which fails for kernels that take a function: those of the losses do."""
-    try:
-        from triton import knobs
-    except ImportError:
-        yield
-        return
-    hook, printing = knobs.runtime.jit_post_compile_hook, knobs.autotuning.print
-    try:
-        yield
-    finally:
-        knobs.runtime.jit_post_compile_hook, knobs.autotuning.print = hook, printing
 
 
 @contextlib.contextmanager

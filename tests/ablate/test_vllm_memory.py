@@ -125,10 +125,10 @@ def test_release_and_wake(weights: str, level: int, monkeypatch: pytest.MonkeyPa
 def test_start_leaves_tritons_hooks_as_they_were() -> None:
     """vLLM's monitor of compilations would fail on the losses' kernels, which take functions as constants."""
     knobs = pytest.importorskip("triton.knobs")
-    from ablate.rollout import vllm_live
+    from losses.backends.triton_hooks import keeping_hooks
 
     hook, printing = knobs.runtime.jit_post_compile_hook, knobs.autotuning.print
-    with pytest.raises(KeyError), vllm_live._keeping_triton_hooks():
+    with pytest.raises(KeyError), keeping_hooks():
         knobs.runtime.jit_post_compile_hook = lambda **kwargs: None
         knobs.autotuning.print = not printing
         raise KeyError
