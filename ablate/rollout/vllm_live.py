@@ -19,7 +19,6 @@ from ablate.rollout import vllm_memory as memory
 from ablate.rollout import vllm_sampling as sampling
 from ablate.rollout import vllm_share as share
 from ablate.rollout import vllm_sync as sync
-from losses.backends.triton_hooks import keeping_hooks
 
 logger = logging.getLogger(__name__)
 OWN_OPTIONS = ("share_weights",)  # of vllm.*: read here, not by vLLM
@@ -237,6 +236,8 @@ def environment(device: torch.device) -> None:
 def _start(spec: Spec, plan: Mapping[str, Any]) -> Any:
     environment(spec.device)
     from vllm import LLM
+
+    from losses.backends.triton_hooks import keeping_hooks
 
     arguments: dict[str, Any] = {
         "model": str(spec.folder),

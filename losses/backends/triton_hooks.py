@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def keeping_hooks() -> Iterator[None]:
-    """Undoes what the block does to Triton's compile hook and autotuner messages; nothing where Triton is not installed.
+    """Undoes what the block does to Triton's compile hook and autotuner messages, where Triton is installed.
 
-    With a compile hook set, Triton writes a kernel's constants as JSON, which fails for kernels that take a function, as
-    the losses' do. vLLM leaves such a hook on every later compilation of the process.
+    With a compile hook set, Triton writes a kernel's constants as JSON, which fails for kernels that take a function,
+    as the losses' do. vLLM leaves such a hook on every later compilation of the process.
     """
     try:
         from triton import knobs
