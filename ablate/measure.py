@@ -12,6 +12,8 @@ import psutil
 import torch
 from torch import Tensor
 
+from losses import Metric
+
 
 class Meter:
     """Times parts of a step by the host clock, the device's queue drained at both ends, and reads peak memory."""
@@ -83,6 +85,26 @@ class Meter:
         else:
             with suppress(OSError), open("/proc/self/clear_refs", "w") as refs:
                 refs.write("5")
+
+
+class Pool:
+    """Metrics by name, added up over micro-batches, and over ranks when they are read."""
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, Metric] = {}
+
+    def add(self, metrics: dict[str, Metric]) -> None:
+        for name, metric in metrics.items():
+            self.metrics[name] = self.metrics[name] + metric if name in self.metrics else metric
+
+    def flush(self, accelerator: Any) -> dict[str, float]:
+        """The means since the last flush: one sum over ranks and one wait for the device, however many there are."""
+        metrics, self.metrics = self.metrics, {}
+        if not metrics:
+            return {}
+        sums = torch.stack([torch.stack([m.sum.float(), m.count]) for m in metrics.values()], dim=1)
+        total = Metric(*accelerator.reduce(sums, reduction="sum"))
+        return dict(zip(metrics, total.mean.tolist(), strict=True))
 
 
 ON_DEVICE = 256 << 20  # bytes of trained parameters up to which their start stays where they are

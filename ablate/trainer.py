@@ -81,7 +81,7 @@ class AblationTrainer(GRPOTrainer):
         self._own_logps: list[tuple[Tensor, Tensor]] | None = None  # log-probs still to be compared with the sampler's
         self._drawn: Rollout | None = None  # what the engine gave for the generation at hand
         self._scored: tuple[list[Any], list[Any], Tensor, list[int]]
-        self._pooled: dict[str, losses.Metric] = {}
+        self._pooled = {"train": measure.Pool(), "eval": measure.Pool()}
         self._meter = measure.Meter(self.accelerator.device)
         self._start = measure.snapshot(self.model)
 
@@ -226,11 +226,12 @@ class AblationTrainer(GRPOTrainer):
     def _finish_generation(self, batches: list[dict[str, Any]]) -> None:
         """Log-probs, normalisers and advantages of a generation's micro-batches, as the loss will see them."""
         off_policy = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) != 0
+        # On-policy the loss itself takes o = n; a token that the sampler has not scored stands for o as well.
+        sampling = [batch["sampling_per_token_logps"] for batch in batches if "sampling_per_token_logps" in batch]
+        needs_old = off_policy or self._shapes_rewards or any(bool(logps.isnan().any()) for logps in sampling)
         with torch.no_grad(), self._meter.time("logps"):
             for batch in batches:
-                # On-policy the loss itself takes o = n; a token that the sampler has not scored stands for o as well.
-                unscored = "sampling_per_token_logps" in batch and batch["sampling_per_token_logps"].isnan().any()
-                if off_policy or self._shapes_rewards or unscored:
+                if needs_old:
                     batch["old_per_token_logps"] = self._logps(self.model, batch)[0]
                 if self.beta != 0 and self.variant.vocabulary is None:
                     with self._reference() as model:
@@ -328,7 +329,6 @@ class AblationTrainer(GRPOTrainer):
                 ref_lm_head_weight=ref_weight,
                 ref_lm_head_bias=ref_bias,
             )
-            metrics: dict[str, losses.Metric] = {}
 
             def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
                 out = losses.linear_policy_loss(
@@ -340,7 +340,7 @@ class AblationTrainer(GRPOTrainer):
                     **self._head_options,
                     **self.loss_params,
                 )
-                metrics.update(out.metrics)
+                self._pooled["train" if self.model.training else "eval"].add(out.metrics)
                 if "row" in inputs:
                     self._compare(inputs["row"], out.per_token_logps)
                 return out.loss
@@ -348,8 +348,6 @@ class AblationTrainer(GRPOTrainer):
             loss = self._with_head(model, inputs, loss_of)
         if not torch.isfinite(loss):
             raise ValueError(f"the loss of {self.variant.name!r} is {loss.item()} at step {self.state.global_step + 1}")
-        for name, metric in metrics.items():
-            self._pooled[name] = self._pooled[name] + metric if name in self._pooled else metric
         return loss
 
     def _sampling_logps(self, inputs: dict[str, Any]) -> Tensor | None:
@@ -375,24 +373,26 @@ class AblationTrainer(GRPOTrainer):
         self._meter.flush(0)  # what came before is no step
         return super().train(*args, **kwargs)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:  # resumed at the end, where transformers takes one more step
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     def training_step(self, model, inputs, num_items_in_batch=None):
         with self._meter.time("step"):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if self.model.training and self._pooled:
-            mode = self._metrics["train"]
-            for name, metric in self._pooled.items():
-                totals = self.accelerator.reduce(torch.stack([metric.sum.float(), metric.count]), reduction="sum")
-                mode[name] = [losses.Metric(totals[0], totals[1]).mean.item()]
-            self._pooled.clear()
+        mode = "train" if self.model.training else "eval"
+        figures = self._pooled[mode].flush(self.accelerator)
+        if figures and mode == "train":
             moved = measure.distance(self.model, self._start)
             if not math.isfinite(moved):
                 raise ValueError(
                     f"the weights are not finite after step {self.state.global_step}: lower the learning rate"
                 )
-            mode["weight_distance"] = [moved]
             tokens = self._generation.tokens if self._generation else 0
-            for name, value in self._meter.flush(tokens).items():
-                mode[name] = [value]
+            figures |= {"weight_distance": moved, **self._meter.flush(tokens)}
+        self._metrics[mode].update({name: [value] for name, value in figures.items()})
         super().log(logs, start_time)

@@ -110,6 +110,20 @@ def test_resume_with_reused_rollouts_and_accumulation(tmp_path: Path, overrides:
     assert numbers(resumed) == numbers(straight)
 
 
+def test_a_cell_stopped_after_its_last_checkpoint_is_not_trained_further(
+    whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(self: CellDir, summary: dict[str, Any]) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(CellDir, "finish", stop)
+        run(tmp_path)
+    directory, summary = run(tmp_path)
+    assert numbers(directory) == numbers(whole[0])
+    assert summary["steps"] == 6 and summary["eval"] == whole[1]["eval"]
+
+
 def test_siblings_are_paired_and_no_detach_stands_still(whole, tmp_path: Path) -> None:
     directory, summary = run(tmp_path, variant="no_detach")
     assert summary["pairing"] == whole[1]["pairing"]

@@ -204,12 +204,57 @@ def test_accumulation_does_not_change_the_loss(folder: Path, tmp_path: Path) -> 
 
 def test_metrics_are_pooled_by_tokens(folder: Path, tmp_path: Path) -> None:
     trainer = make(AblationTrainer, folder, tmp_path, loss_variant="reference", engine=Scripted())
-    trainer._pooled["clip_ratio/region_mean"] = losses.Metric(torch.tensor(3.0), torch.tensor(12.0)) + losses.Metric(
-        torch.tensor(3.0), torch.tensor(4.0)
-    )
+    for clipped, tokens in ((3.0, 12.0), (3.0, 4.0)):
+        metric = losses.Metric(torch.tensor(clipped), torch.tensor(tokens))
+        trainer._pooled["train"].add({"clip_ratio/region_mean": metric})
     trainer.model.train()
     trainer.log({"loss": 0.0})
     assert trainer.state.log_history[-1]["clip_ratio/region_mean"] == pytest.approx(0.375)
+
+
+def test_evaluations_leave_the_training_metrics_alone(folder: Path, tmp_path: Path) -> None:
+    """TRL's own evaluation (eval_strategy) logs the loss's metrics as eval_*, out of the means of the next step."""
+    runs = []
+    for config in ({}, {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}):
+        trainer = make(
+            AblationTrainer, folder, tmp_path / str(len(runs)), loss_variant="reference", engine=Scripted(),
+            config=config, eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:4]}),
+        )  # fmt: skip
+        trainer.train()
+        runs.append(trainer)
+    for key in ("kl", "entropy"):
+        assert history(runs[1], key) == history(runs[0], key)
+        assert len(history(runs[1], f"eval_{key}")) == 3
+
+
+def test_a_resume_from_the_last_step_trains_no_further(folder: Path, tmp_path: Path) -> None:
+    config = {"save_strategy": "steps", "save_steps": 3}
+    runs = []
+    for checkpoint in (None, str(tmp_path / "checkpoint-3")):
+        trainer = make(AblationTrainer, folder, tmp_path, loss_variant="reference", engine=Scripted(), config=config)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        runs.append(trainer)
+    assert [trainer.state.global_step for trainer in runs] == [3, 3]
+    assert all(torch.equal(a, b) for a, b in zip(*map(lambda r: weights(r).values(), runs), strict=True))
+
+
+def test_a_token_without_the_samplers_log_prob_stands_for_the_policys(folder: Path, tmp_path: Path) -> None:
+    """One gap in one micro-batch: every micro-batch gets old log-probs, so that they can be stored side by side."""
+
+    class Gap(Scripted):
+        def generate(self, *args, **kwargs):
+            rows = super().generate(*args, **kwargs).completion_ids
+            return Rollout(rows, [[math.nan if i == 0 else -1.0] * len(row) for i, row in enumerate(rows)])
+
+    seen = []
+    trainer = make(
+        AblationTrainer, folder, tmp_path, loss_variant="reference", engine=Gap(),
+        config={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4},
+        on_generation=lambda g: seen.append(["old_per_token_logps" in batch for batch in g._batches]),
+    )  # fmt: skip
+    trainer.train()
+    assert seen == [[True] * 4] * 3
+    assert all(map(math.isfinite, history(trainer, "loss")))
 
 
 def test_logged_names(folder: Path, tmp_path: Path) -> None:
