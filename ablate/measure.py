@@ -22,6 +22,7 @@ class Meter:
         self.device = device
         self.seconds: dict[str, float] = defaultdict(float)
         self._last = time.perf_counter()
+        self._peak_before = 0  # of the step's part before a pause
         self._reset_peak()
 
     @contextmanager
@@ -36,12 +37,14 @@ class Meter:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves what runs inside, an evaluation, out of the step's time."""
+        """Leaves what runs inside, an evaluation, out of the step's time and its peak of memory."""
+        self._peak_before = max(self._peak_before, self._peak())
         start = time.perf_counter()
         try:
             yield
         finally:
             self._last += time.perf_counter() - start
+            self._reset_peak()
 
     def flush(self, tokens: int) -> dict[str, float]:
         """The figures since the last flush: `time/<part>` (s), step_time (s), tokens_per_second, peak_memory_bytes.
@@ -59,10 +62,11 @@ class Meter:
         out["time/optimizer"] = max(0.0, elapsed - parts.get("step", 0.0))
         out["step_time"] = elapsed
         out["tokens_per_second"] = tokens / elapsed if elapsed > 0 else 0.0
-        out["peak_memory_bytes"] = float(self._peak())
+        out["peak_memory_bytes"] = float(max(self._peak_before, self._peak()))
         if self.device.type == "cuda":  # what the step took from the card and its allocator still holds
             free, total = torch.cuda.mem_get_info(self.device)
             out["memory/step_bytes"] = float(total - free)
+        self._peak_before = 0
         self._reset_peak()
         return out
 
