@@ -125,7 +125,11 @@ def history(trainer: Any, key: str) -> list[float]:
     ids=["plain", "accumulation", "iterations", "off-policy", "temperature", "lora"],
 )
 def test_reference_is_stock_trl(folder: Path, tmp_path: Path, lora: bool, config: dict[str, Any]) -> None:
-    """Losses, gradient norms, metrics and weights of loss_type='grpo', step for step."""
+    """Losses, gradient norms, metrics and weights of loss_type='grpo', step for step.
+
+    Under SGD: Adam makes a step of a gradient entry that is rounding and nothing else, and the two round differently.
+    """
+    config = {"optim": "sgd", "learning_rate": 0.1, **config}
     stock = make(StockScripted, folder, tmp_path / "a", lora=lora, config={"loss_type": "grpo", **config})
     stock.train()
     ours = make(
@@ -140,7 +144,7 @@ def test_reference_is_stock_trl(folder: Path, tmp_path: Path, lora: bool, config
     for key in keys:
         assert history(ours, key) == pytest.approx(history(stock, key), rel=1e-4, abs=2e-6), key
     for (name, a), b in zip(weights(stock).items(), weights(ours).values(), strict=True):
-        torch.testing.assert_close(b, a, atol=1e-5, rtol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(b, a, atol=1e-6, rtol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
