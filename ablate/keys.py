@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 
 from ablate import aliases
 from ablate.errors import ConfigError, nearest, unknown
+from ablate.schema import FOUNDING as FOUNDING
 
-FOUNDING = ("reference", "no_detach", "full_reverse_kl", "forward_kl")
 OPEN_GROUPS = ("trl", "peft", "sampling", "vllm", "wandb", "task_options", "loss.params")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # under these names in every engine
 NO_AXIS = ("experiment", "variants", "variants_all", "seeds", "out", "jobs", "threads", "retries", "wandb")

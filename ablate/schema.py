@@ -27,6 +27,9 @@ REPORT_DIR = "report"
 REPLAY_DIR = "replay"  # in a cell, or in the experiment where that was replayed
 REPLAY_FILE = "replay.json"
 
+# The variants of the founding experiment, in display order: `losses.founding`, without importing torch.
+FOUNDING = ("reference", "no_detach", "full_reverse_kl", "forward_kl")
+
 EVAL_PREFIX = "eval/"
 
 # metrics.jsonl. TRL's names where TRL has one; rewards/<function>/mean and /std come on top for each reward function.

@@ -19,7 +19,6 @@ from analysis import checks
 from analysis.cells import FILES, Cell, read_cell
 from analysis.files import Problem, RunFileError
 
-FOUNDING = ("reference", "no_detach", "full_reverse_kl", "forward_kl")
 CELL_COLUMNS = ["cell", "variant", "seed", "point", "state", "steps", "seconds", "git_sha", *schema.PAIRING]
 KEY_COLUMNS = ["cell", "variant", "seed", "point", schema.STEP]
 FAILURE_COLUMNS = ["cell", "step", "type", "message", "traceback"]
@@ -117,7 +116,7 @@ def value_label(value: Any) -> str:
 def variant_order(names: Iterable[str]) -> tuple[str, ...]:
     """The founding four first, in their order, then the others by name."""
     present = set(names)
-    return tuple(n for n in FOUNDING if n in present) + tuple(sorted(present - set(FOUNDING)))
+    return tuple(n for n in schema.FOUNDING if n in present) + tuple(sorted(present - set(schema.FOUNDING)))
 
 
 def load_rollouts(
