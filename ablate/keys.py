@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from ablate import aliases
-from ablate.errors import ConfigError, nearest, unknown
+from ablate.errors import ConfigError, nearest
 from ablate.schema import FOUNDING as FOUNDING
 
 OPEN_GROUPS = ("trl", "peft", "sampling", "vllm", "wandb", "task_options", "loss.params")
@@ -301,9 +301,3 @@ def select(tree: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     return node
-
-
-def known_name(key: str, name: str, names: Sequence[str], kind: str = "") -> None:
-    """Raise ConfigError with the nearest names unless `name` is one of `names`."""
-    if name not in names:
-        raise unknown(key, name, names, kind)
