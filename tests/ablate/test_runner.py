@@ -337,7 +337,7 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path, root: Path) -> None:
 
 
 def test_ctrl_c_leaves_a_sweep_that_goes_on(tmp_path: Path, root: Path, whole: dict[str, bytes]) -> None:
-    process = start(tmp_path, root, "jobs=2", pause=0.1)
+    process = start(tmp_path, root, "jobs=2", pause=0.5)  # slow enough not to end before the signal comes
     wait_for(lambda: lines(tmp_path / "runs") >= 6)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: parent and workers
     output = process.communicate(timeout=30)[0]
