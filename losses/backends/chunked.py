@@ -1,7 +1,7 @@
 """Torch, chunk by chunk of tokens: one chunk of logits alive, float32 log-sum-exp, on any device.
 
 With p = softmax of a row's logits, kappa = scale / T, j = d logits / d raw logits where a softcap bends them (1
-elsewhere), s = 1 / max p for half-precision products and 1 for others, and e = j p s:
+elsewhere), s = 1 / max p for half-precision and float8 products and 1 for others, and e = j p s:
 
     u_t = kappa (j_y W[y] - (e W)_t / s_t),     d W = kappa (sum_t g_t j_y onehot_y h_t - e^T (g h / s))
 
@@ -67,7 +67,7 @@ def _chunks(
         spread = _entropy(log_p) if entropy else None
         c = _Chunk(where, h, y, logp, z_y - logp, spread, z, torch.ones_like(logp), None)
         if gradients:
-            _exponentials(c, head, native=ops.native)
+            _exponentials(c, head, largest_is_one=ops.native or head.precision == "fp8")
         yield c
 
 
@@ -97,10 +97,10 @@ def _entropy(log_p: Tensor) -> Tensor:
     return torch.cat([torch.exp(x, out=scratch[: len(x)]).mul_(x).sum(1).neg_() for x in log_p.split(rows)])
 
 
-def _exponentials(c: _Chunk, head: Head, *, native: bool) -> None:
+def _exponentials(c: _Chunk, head: Head, *, largest_is_one: bool) -> None:
     """From log p to e, in place; sets s and j_y."""
     log_p, lse = c.e, c.lse
-    if native:
+    if largest_is_one:
         top = log_p.amax(1)
         log_p.sub_(top.unsqueeze(1))
         c.s, lse = top.neg().exp_(), lse + top

@@ -10,10 +10,8 @@ import torch
 
 from tests.losses.common import error, oracle
 from tests.strategies import make_case
-from tests.triton.common import DEVICE, HALF, run
+from tests.triton.common import HALF, run
 
-# Exponentials near a boundary of float8 may fall either way; the interpreter truncates to bfloat16 where a GPU rounds.
-CLOSER = 0.75 if DEVICE == "cuda" else 1.0
 LARGE = {"batch": 2, "length": 11, "width": 64, "vocab": 75, "mask_kind": "holes"}
 
 
@@ -39,9 +37,8 @@ def test_kernels_and_emulation_agree(dtype, options, trained):
         if getattr(exact, name) is not None:
             off = error(getattr(torchs, name), getattr(exact, name))
             assert 1e-3 < off < 0.1, name  # it is float8
-            assert error(getattr(mine, name), getattr(torchs, name)) <= 0.75 * off, (
-                name
-            )  # exponentials near a boundary may fall either way
+            # Exponentials near a boundary of float8 may fall either way.
+            assert error(getattr(mine, name), getattr(torchs, name)) <= 0.75 * off, name
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
