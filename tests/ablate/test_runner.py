@@ -288,6 +288,8 @@ def start(folder: Path, root: Path, *overrides: str, pause: float = 0.05) -> "su
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # A test run started in the background ignores Ctrl-C, and what it starts would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
