@@ -64,7 +64,8 @@ class AblationTrainer(GRPOTrainer):
         self.loss_params = trl_options.loss_params(self.args, self.variant.name, loss_params)
         self.engine, self.on_generation = engine, on_generation
         self.reward_funcs: list[Any] = list(map(checked, self.reward_funcs, self.reward_func_names))
-        base = self._base(self.model)
+        model = self.accelerator.unwrap_model(self.model)
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
         lm_head.attach(base)
         if self.ref_model is not None:
             lm_head.attach(self.ref_model)
@@ -84,10 +85,6 @@ class AblationTrainer(GRPOTrainer):
         self._pooled = {"train": measure.Pool(), "eval": measure.Pool()}
         self._meter = measure.Meter(self.accelerator.device)
         self._start = measure.snapshot(self.model)
-
-    def _base(self, model: Any) -> Any:
-        model = self.accelerator.unwrap_model(model) if hasattr(self, "accelerator") else model
-        return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     # ---- log-probs: one path for policy, old and reference
 
@@ -236,8 +233,6 @@ class AblationTrainer(GRPOTrainer):
                 if self.beta != 0 and self.variant.vocabulary is None:
                     with self._reference() as model:
                         batch["ref_per_token_logps"] = self._logps(model, batch)[0]
-                if self.beta == 0:
-                    batch.pop("ref_per_token_logps", None)
         self._set_normalisers(batches)
         self._generation = Generation(self, batches)
         self._log_rollout(self._generation)

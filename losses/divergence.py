@@ -88,7 +88,17 @@ def exact_kl(
     index = linear._active(completion_mask)
     if module.AUTOGRAD:
         return vocabulary.full(head, ref, index, direction)
-    return _ExactKL.apply(hidden, lm_head_weight, lm_head_bias, head, ref, _kernel(module, backend), index, direction)
+    return _ExactKL.apply(
+        hidden,
+        lm_head_weight,
+        lm_head_bias,
+        head,
+        ref,
+        _kernel(module, backend),
+        index,
+        direction,
+        torch.is_grad_enabled(),
+    )
 
 
 def _kernel(module: ModuleType, backend: str) -> ModuleType:
@@ -103,10 +113,10 @@ class _ExactKL(torch.autograd.Function):
     """KL (B, T), differentiable in hidden, weight and bias; the reference is a constant."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, head: Head, ref: Head, module, index, direction):
+    def forward(ctx, hidden, weight, bias, head: Head, ref: Head, module, index, direction, keep):
         needs = ctx.needs_input_grad[:3]
         ctx.frozen, ctx.used = not (needs[1] or needs[2]), False
-        kl, ctx.v, ctx.size = module.forward(head, ref, index, direction, ctx.frozen and needs[0])
+        kl, ctx.v, ctx.size = module.forward(head, ref, index, direction, keep and ctx.frozen and needs[0])
         ctx.module, ctx.index, ctx.direction = module, index, direction
         if not ctx.frozen:
             ctx.save_for_backward(hidden, weight, *([] if bias is None else [bias]))
@@ -120,17 +130,9 @@ class _ExactKL(torch.autograd.Function):
         if ctx.frozen:
             linear._raise_second_backward(ctx)
             v, ctx.v = ctx.v, None
-            return (
-                linear._scaled(ctx.module, v, g if ctx.size is None else g * ctx.size),
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-                None,
-            )
+            d_hidden = linear._scaled(ctx.module, v, g if ctx.size is None else g * ctx.size)
+            return (d_hidden, *[None] * 8)
         hidden, weight, *bias = ctx.saved_tensors
         head = replace(ctx.head, hidden=hidden, weight=weight, bias=bias[0] if bias else None)
         grads = ctx.module.backward(head, ctx.ref, ctx.index, ctx.direction, g, ctx.needs_input_grad[:3])
-        return (*grads, None, None, None, None, None)
+        return (*grads, *[None] * 6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -59,3 +61,14 @@ class Pass:
     d_weight: Tensor | None = None
     d_bias: Tensor | None = None
     folded: bool = False  # u holds the token gradient's g as well
+
+
+@contextmanager
+def launching_on(device: torch.device) -> Iterator[None]:
+    """Triton launches on the current device, which need not be the tensors'; no autocast of products in the block."""
+    kind = device.type
+    with (
+        torch.cuda.device(device) if kind == "cuda" else nullcontext(),
+        torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext(),
+    ):
+        yield

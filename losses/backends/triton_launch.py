@@ -11,7 +11,7 @@ Source of the decomposition: d logp / d h = kappa (W[y] - sum_v p_v W[v]), kappa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from losses.backends import triton_float8, triton_rows
 from losses.backends import triton_kernels as kernels
 from losses.backends import triton_vocabulary as vocabulary  # noqa: F401  (`losses.divergence` takes it from here)
-from losses.backends.head import Head, Pass
+from losses.backends.head import Head, Pass, launching_on
 from losses.backends.triton_bodies import arguments, device_function
 from losses.backends.triton_terms import evaluate as evaluate
 from losses.backends.triton_tiles import INTERPRETED, Tiles, descriptor, tiles_for, tma_ready
@@ -114,16 +114,6 @@ class _Run:
             most = ROWS_WITHOUT_STORE
         parts = -(-self.total // most)
         return min(self.total, -(-self.total // parts // 128) * 128)
-
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Triton launches on the current device, which need not be the tensors'; no autocast of products here."""
-        kind = self.device.type
-        with (
-            torch.cuda.device(self.device) if kind == "cuda" else nullcontext(),
-            torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext(),
-        ):
-            yield
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -285,7 +275,7 @@ def forward(
         grad = make(logps.numel(), dtype=torch.float32, device=run.device)
         out.folded = folds(head.hidden.dtype)
         _allocate(out, head, needs, run.total)
-    with run.guard():
+    with launching_on(run.device):
         for c in run.chunks():
             run.softmax(c)
             if c.start == 0 and token_gradient is not None and hasattr(token_gradient, "elementwise"):
@@ -317,7 +307,7 @@ def backward(
     if needs[0]:
         make = torch.empty if index is None else torch.zeros
         d_hidden = make(head.hidden.shape, dtype=head.hidden.dtype, device=run.device)
-    with run.guard():
+    with launching_on(run.device):
         for c in run.chunks():
             run.softmax(c)
             run.finalize(c, logps, None, None, None)

@@ -15,7 +15,7 @@ bfloat16 gradient is rounded to that type once, when the incoming gradient is kn
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from losses.backends import triton_divergence as kernels
 from losses.backends import triton_launch, triton_rows, vocabulary
-from losses.backends.head import Head
+from losses.backends.head import Head, launching_on
 from losses.backends.triton_tiles import INTERPRETED
 from losses.precision import products
 
@@ -103,16 +103,6 @@ class _Run:
         parts = -(-self.total // most)
         return min(self.total, -(-self.total // parts // 128) * 128)
 
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Triton launches on the current device, which need not be the tensors'; products choose their own dtypes."""
-        kind = self.device.type
-        with (
-            torch.cuda.device(self.device) if kind == "cuda" else nullcontext(),
-            torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext(),
-        ):
-            yield
-
     def chunks(self, kl: Tensor | None) -> Iterator[_Chunk]:
         """Both products of each chunk and `divergence_rows` over them, which writes kl (tokens,) where it is given."""
         ops, ref_ops = products(self.head), products(self.ref)
@@ -188,7 +178,7 @@ def forward(
         make = torch.empty if index is None else torch.zeros
         v = make(shape, dtype=torch.float16 if dtype in HALF else dtype, device=run.device)
         size = torch.zeros_like(kl) if dtype in HALF else None
-    with run.guard():
+    with launching_on(run.device):
         for c in run.chunks(kl):
             if v is not None:
                 run.write_v(c, v, size, None)
@@ -213,7 +203,7 @@ def backward(
         d_weight = make(head.weight.shape, dtype=torch.float32, device=run.device)
     if needs[2]:
         d_bias = torch.zeros(run.vocab, dtype=torch.float32, device=run.device)
-    with run.guard():
+    with launching_on(run.device):
         for c in run.chunks(None):
             if d_hidden is not None:
                 run.write_v(c, d_hidden, None, grad)
