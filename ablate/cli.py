@@ -28,6 +28,7 @@ class OverridesCommand(click.Command):
             for line in (
                 "python -m ablate run variants=all",
                 "python -m ablate run variants=reference,forward_kl seeds=0,1,7 grid.beta=0.04,1.0",
+                "python -m ablate run experiment=precision points=bf16,fp16",
                 "python -m ablate run task=gsm8k model=OWNER/NAME train.lora=true peft.r=16 train.dtype=bfloat16",
             ):
                 formatter.write_text(line)

@@ -9,8 +9,7 @@ checks the groups that are handed on to TRL, PEFT, the rollout engine and wandb.
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -20,7 +19,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ablate import keys
+from ablate import keys, points, schema
 from ablate.errors import ConfigError, unknown
 
 __all__ = ["Config", "ConfigError", "config_hash", "differences", "load", "preset_names", "set_values", "to_dict"]
@@ -30,22 +29,6 @@ BACKENDS = ("auto", "reference", "chunked", "triton")
 PRECISIONS = ("auto", "fp8")
 ROLLOUTS = ("auto", "transformers", "vllm")
 DTYPES = ("float32", "bfloat16", "float16")
-
-# What says where, how often and how fast cells run, not what they compute: changing it does not make a finished cell
-# another cell.
-EXECUTION_KEYS = (
-    "train.keep_checkpoint",
-    "experiment",
-    "variants",
-    "variants_all",
-    "seeds",
-    "grid",
-    "out",
-    "jobs",
-    "threads",
-    "retries",
-    "wandb",
-)
 
 
 def _key(default: Any, text: str) -> Any:
@@ -114,6 +97,7 @@ class Config:
     variants_all: list[str] = _key(list(keys.FOUNDING), "what variants=all means; set by presets")
     seeds: list[int] = _key([0, 1, 2], "a count (3 = seeds 0, 1, 2) or a list (0,1,7; one seed: 7,)")
     grid: dict[str, Any] = _key({}, "grid.KEY=a,b adds an axis over KEY; grid=none drops the preset's axes")
+    points: dict[str, Any] = _key({}, "a preset's named points; points=a,b selects among them, points=none drops them")
     model: str = _key("tiny", "tiny, smollm2, a folder, a .gguf file or a hub id")
     task: str = _key("arithmetic", "name of a task")
     task_options: dict[str, Any] = _key({}, "options of the task; TASK.option= works too")
@@ -140,41 +124,19 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def config_hash(config: Config, variant: str, seed: int) -> str:
-    """SHA-256 (hex) of all that decides a cell's numbers: variant, seed and every key but EXECUTION_KEYS."""
-    return hash_of(to_dict(config), variant, seed)
-
-
-def hash_of(values: Mapping[str, Any], variant: str, seed: int) -> str:
-    """`config_hash` of a config that is a plain dict already, as a run file holds it."""
-    relevant = {key: value for key, value in _leaves(values).items() if not _is_execution(key)}
-    text = json.dumps({"variant": variant, "seed": seed, "config": relevant}, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    """`schema.config_hash` of a cell with this config."""
+    return schema.config_hash(to_dict(config), variant, seed)
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Lines 'key: old -> new' for every key, EXECUTION_KEYS aside, in which two config dicts differ."""
-    old, new = _leaves(before), _leaves(after)
+    """Lines 'key: old -> new' for every key that decides numbers and in which two config dicts differ."""
+    old, new = schema.deciding(before), schema.deciding(after)
     changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key, ...) != new.get(key, ...)]
-    relevant = [key for key in changed if not _is_execution(key)]
-    return [f"{key}: {_shown(old, key)} -> {_shown(new, key)}" for key in relevant]
-
-
-def _is_execution(key: str) -> bool:
-    return any(key == execution or key.startswith(execution + ".") for execution in EXECUTION_KEYS)
+    return [f"{key}: {_shown(old, key)} -> {_shown(new, key)}" for key in changed]
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
     return repr(values[key]) if key in values else "not set"
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(_leaves(value, f"{prefix}{name}."))
-        else:
-            flat[prefix + name] = value
-    return flat
 
 
 def set_values(config: Config, values: Mapping[str, Any]) -> Config:
@@ -244,29 +206,60 @@ def load(overrides: Sequence[str] = (), *, check: bool = True) -> Config:
     only what an override or the preset mentions. Raises ConfigError (a ValueError) that names the key, with the
     nearest names for a typo.
     """
-    schema = keys.Schema(Config)
+    tree = keys.Schema(Config)
     command = [keys.split_override(text) for text in overrides]
     named = [value for key, value in command if key == "experiment"]
     if len(set(named)) > 1:
         raise ConfigError(f"experiment is set twice: {named[0]} and {named[-1]}")
     path = find_preset(named[-1] if named else DEFAULT_PRESET)
 
-    preset = keys.collect(schema, schema.flatten(read_preset(path)), source=path.name)
+    preset = keys.collect(tree, tree.flatten(read_preset(path)), source=path.name)
     given = keys.collect(
-        schema, [pair for pair in command if pair[0] != "experiment"], source="the command line", texts=True
+        tree, [pair for pair in command if pair[0] != "experiment"], source="the command line", texts=True
     )
+    named_points = points.read(tree, preset.pop("points", None), given.pop("points", None))
     values = keys.merge(preset, given)
-    keys.check_task_options(values, preset, given, Config().task)
+    points.refuse_twice(named_points, values, given)
+    for settings in named_points.values() or [{}]:
+        own = {key: setting.value for key, setting in settings.items()}
+        keys.check_task_options({**values, **own}, preset, given, settings, Config().task)
 
     grid = {key.removeprefix("grid."): value for key, value in values.items() if key.startswith("grid.")}
     config = set_values(Config(experiment=path.stem), {k: v for k, v in values.items() if not k.startswith("grid.")})
     config.grid = {key: _axis(config, key, value) for key, value in grid.items()}
+    config.points = {name: _point(config, name, settings) for name, settings in named_points.items()}
+    cells = len(config.seeds) * math.prod(map(len, config.grid.values())) * max(len(config.points), 1)
+    if cells > keys.MOST_CELLS:
+        raise ConfigError(f"seeds, points and grid: {cells} cells of each variant; at most {keys.MOST_CELLS}")
+    shared_by_name = at_points(config)
+    for name, shared in shared_by_name.items():
+        same = next(other for other, config_there in shared_by_name.items() if config_there == shared)
+        if same != name:
+            raise ConfigError(f"points: {same} and {name} come to the same values")
+        try:
+            _check(shared, installed=check)
+        except ConfigError as error:
+            raise ConfigError(f"points.{name}: {error}" if name else str(error)) from error
+    return config
+
+
+def at_points(config: Config) -> dict[str, Config]:
+    """For each of the config's named points, by name, a config with its values set; {"": config} without points."""
+    if not config.points:
+        return {"": config}
+    bare = dataclasses.replace(config, points={})
+    return {name: set_values(bare, values) for name, values in config.points.items()}
+
+
+def _check(config: Config, installed: bool) -> None:
     validate(config)
-    if check:
+    for key, axis in config.grid.items():
+        for value in axis:
+            validate(set_values(config, {key: value}))
+    if installed:
         from ablate import passthrough
 
         passthrough.check(config)
-    return config
 
 
 def _axis(config: Config, key: str, values: Any) -> list[Any]:
@@ -282,9 +275,16 @@ def _axis(config: Config, key: str, values: Any) -> list[Any]:
     twice = [value for index, value in enumerate(typed) if value in typed[:index]]
     if twice:
         raise ConfigError(f"grid.{key}: {twice[0]} is there twice")
-    for value in typed:
-        validate(set_values(config, {key: value}))
     return typed
+
+
+def _point(config: Config, name: str, settings: Mapping[str, keys.Setting]) -> dict[str, Any]:
+    """The values of a named point by schema key, each in the key's type."""
+    try:
+        typed = to_dict(set_values(config, {key: setting.value for key, setting in settings.items()}))
+    except ConfigError as error:
+        raise ConfigError(f"points.{name}: {error}") from error
+    return {key: keys.select(typed, key) for key in settings}
 
 
 # checks that need nothing but the values
@@ -300,9 +300,6 @@ def validate(config: Config) -> None:
         raise ConfigError("seeds: none given; a count (3) or a list (0,1,7)")
     if len(set(config.seeds)) < len(config.seeds) or min(config.seeds) < 0 or max(config.seeds) >= 2**32:
         raise ConfigError(f"seeds={config.seeds}: seeds are different whole numbers from 0 to {2**32 - 1}")
-    cells = len(config.seeds) * math.prod(map(len, config.grid.values()))
-    if cells > keys.MOST_CELLS:
-        raise ConfigError(f"seeds and grid: {cells} cells of each variant; at most {keys.MOST_CELLS}")
     temperature = config.sampling.get("temperature", 1.0)
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not (number and 0 < temperature < math.inf):
@@ -369,7 +366,7 @@ def help_lines() -> list[tuple[str, str, str]]:
                 visit(value, f"{prefix}{entry.name}.")
                 continue
             text = entry.metadata["help"]
-            if isinstance(value, dict) and entry.name != "grid":
+            if isinstance(value, dict) and entry.name not in ("grid", "points"):
                 rows.append((f"{prefix}{entry.name}.*", "", text))
             else:
                 shown = (

@@ -21,8 +21,21 @@ from ablate.schema import FOUNDING as FOUNDING
 
 OPEN_GROUPS = ("trl", "peft", "sampling", "vllm", "wandb", "task_options", "loss.params")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # under these names in every engine
-NO_AXIS = ("experiment", "variants", "variants_all", "seeds", "out", "jobs", "threads", "retries", "wandb")
+NO_AXIS = (
+    "experiment",
+    "variants",
+    "variants_all",
+    "seeds",
+    "grid",
+    "points",
+    "out",
+    "jobs",
+    "threads",
+    "retries",
+    "wandb",
+)
 MOST_CELLS = 1_000  # of one variant: more is a slip of the pen, and planning them would take minutes
+AXES = ("grid", "points")  # these hold keys of the schema themselves
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -49,14 +62,14 @@ class Schema:
             if dataclasses.is_dataclass(kind):
                 self.groups.add(key)
                 self._visit(typing.cast(type, kind), key + ".")
-            elif key not in OPEN_GROUPS and key != "grid":
+            elif key not in OPEN_GROUPS and key not in AXES:
                 self.leaves[key] = kind
 
     def flatten(self, tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
         """(key, value) pairs of a preset; below an open group only the first level is a name, the rest is its value."""
         for name, value in tree.items():
             key = f"{prefix}{name}"
-            if isinstance(value, Mapping) and not in_open_group(key) and value:
+            if isinstance(value, Mapping) and not in_open_group(key) and key != "points" and value:
                 yield from self.flatten(value, key + ".")
             else:
                 yield key, value
@@ -77,11 +90,13 @@ class Schema:
         """The schema key that a written name stands for. Raises ConfigError with the nearest names."""
         if written.startswith("grid."):
             key = self.resolve(written.removeprefix("grid."))
-            if key.startswith("grid.") or key.split(".")[0] in NO_AXIS:
-                raise ConfigError(f"{written}: {key} cannot be an axis of the grid{_axis_hint(key)}")
+            if key.split(".")[0] in NO_AXIS:
+                raise ConfigError(f"{written}: {key} cannot be an axis of the grid{axis_hint(key)}")
             return "grid." + key
-        if written in self.leaves or written == "grid":
+        if written in self.leaves or written in AXES:
             return written
+        if written.startswith("points."):
+            raise ConfigError(f"{written}: points are defined in a preset, points: {{NAME: {{KEY: VALUE}}}}")
         for group in OPEN_GROUPS:
             if written.startswith(group + "."):
                 return aliases.canonical(written)
@@ -105,7 +120,7 @@ class Schema:
             if head in tasks.names():
                 return f"task_options.{rest}"
         own = written.removeprefix("loss.")
-        known = [*self.leaves, *OPEN_GROUPS, "grid"]
+        known = [*self.leaves, *OPEN_GROUPS, *AXES]
         if "." not in written:
             known += [key.rpartition(".")[2] for key in self.leaves]
         if "." not in own:
@@ -131,11 +146,14 @@ def _own_params() -> list[str]:
     return sorted({param.name for name in losses.names() for param in losses.get(name).params})
 
 
-def _axis_hint(key: str) -> str:
+def axis_hint(key: str) -> str:
+    """Why a key of NO_AXIS is no axis, as the end of a message."""
     return {
         "seeds": ": seeds are an axis already (seeds=0,1,7)",
         "variants": ": variants are an axis already (variants=a,b)",
-    }.get(key, ": it does not change what a cell computes")
+        "grid": ": it is an axis already",
+        "points": ": points are an axis already (points=a,b)",
+    }.get(key.split(".")[0], ": it does not change what a cell computes")
 
 
 def in_open_group(key: str) -> bool:

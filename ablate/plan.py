@@ -1,4 +1,4 @@
-"""From a config to cells: variants x seeds x grid points, each with its own resolved config, name and hash."""
+"""From a config to cells: variants x seeds x named points x grid, each with its own resolved config, name and hash."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ablate import config as configs
-from ablate import keys
+from ablate import keys, points
 from ablate.config import Config
 from ablate.errors import ConfigError
 
@@ -23,9 +23,9 @@ class Cell:
     """One training run.
 
     name: also the name of its folder, like `reference-seed0-beta0.04`.
-    point: value of every grid axis by its short name (`beta`), in the order of the axes.
-    config: the experiment's config with the point's values set; its `variants`, `seeds` and `grid` are those of this
-        cell alone.
+    point: name of its named point (`point`), then the value of every grid axis by its short name (`beta`), in order.
+    config: the experiment's config with the point's values set; its `variants` and `seeds` are those of this cell
+        alone, its `grid` and `points` are empty.
     """
 
     name: str
@@ -65,19 +65,21 @@ def cells(config: Config) -> list[Cell]:
     schema = keys.Schema(Config)
     axes = list(config.grid)
     shorts = [schema.short(key) for key in axes]
-    takes = _own_parameters(config)
-    planned: list[Cell] = []
     bare = dataclasses.replace(config, seeds=config.seeds[:1])  # copied for every cell
-    for seed in config.seeds:
-        for values in itertools.product(*(config.grid[key] for key in axes)):
-            point = dict(zip(axes, values, strict=True))
-            shared = configs.set_values(bare, point)
-            configs.validate(shared)
-            for variant in select_variants(config):
-                own = configs.set_values(shared, {"variants": [variant], "seeds": [seed], "grid": {}})
-                own.loss.params = {k: v for k, v in own.loss.params.items() if variant in takes.get(k, (variant,))}
-                short = dict(zip(shorts, values, strict=True))
-                planned.append(Cell(cell_name(variant, seed, short), variant, seed, short, own))
+    at_points = configs.at_points(bare)
+    takes = {name: _own_parameters(shared) for name, shared in at_points.items()}
+    planned: list[Cell] = []
+    for seed, name, values in itertools.product(
+        config.seeds, at_points, itertools.product(*(config.grid[key] for key in axes))
+    ):
+        shared = configs.set_values(at_points[name], dict(zip(axes, values, strict=True)))
+        configs.validate(shared)
+        short = {points.AXIS: name} if name else {}
+        short |= dict(zip(shorts, values, strict=True))
+        for variant in select_variants(config):
+            own = configs.set_values(shared, {"variants": [variant], "seeds": [seed], "grid": {}})
+            own.loss.params = {k: v for k, v in own.loss.params.items() if variant in takes[name].get(k, (variant,))}
+            planned.append(Cell(cell_name(variant, seed, short), variant, seed, short, own))
     names = [cell.name for cell in planned]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -88,8 +88,6 @@ class CellDir:
 
     def read_config(self) -> dict[str, Any] | None:
         """config.json; None before the first start. Raises RunFileError where it is damaged or was edited."""
-        from ablate.config import hash_of
-
         stored = files.read_json(self.path / schema.CONFIG_FILE)
         if stored is None:
             return None
@@ -97,7 +95,7 @@ class CellDir:
         if not isinstance(cell, dict) or not isinstance(values, dict) or "hash" not in stored:
             path = self.path / schema.CONFIG_FILE
             raise RunFileError(f"{path}: keys are missing; {files.way_out(path)}")
-        if hash_of(values, cell.get("variant", ""), cell.get("seed", -1)) != stored["hash"]:
+        if schema.config_hash(values, cell.get("variant", ""), cell.get("seed", -1)) != stored["hash"]:
             path = self.path / schema.CONFIG_FILE
             raise RunFileError(f"{path}: its hash does not fit its content, it was edited; {files.way_out(path)}")
         return stored

@@ -12,8 +12,13 @@
         replay/         step-000001/{replay.json, table.md, table.csv, cosine.png, cosine.svg}, of `ablate replay`
     runs/<experiment>/report/   table.md, table.csv, table.tex, *.png, *.svg, report.html
 
-This module imports nothing, so that reading runs needs neither torch nor TRL.
+This module imports nothing but the standard library, so that reading runs needs neither torch nor TRL.
 """
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
 
 CONFIG_FILE = "config.json"
 ENV_FILE = "env.json"
@@ -82,3 +87,40 @@ ROLLOUT_COLUMNS = (
 
 # env.json["pairing"] and done.json["pairing"]: equal for every variant of one seed and grid point
 PAIRING = ("initial_weights_sha256", "data_sha256", "prompt_order_sha256", "sampling_seeds_sha256")
+
+# Keys of config.json["config"] that say where, how often and how fast cells run, not what they compute: changing them
+# does not make a finished cell another cell.
+EXECUTION_KEYS = (
+    "train.keep_checkpoint",
+    "experiment",
+    "variants",
+    "variants_all",
+    "seeds",
+    "grid",
+    "points",
+    "out",
+    "jobs",
+    "threads",
+    "retries",
+    "wandb",
+)
+
+
+def deciding(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The keys of a config dict, flat ("train.steps"), that decide a cell's numbers: all but EXECUTION_KEYS."""
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if key in EXECUTION_KEYS:
+            continue
+        if isinstance(value, Mapping):
+            flat.update(deciding(value, f"{key}."))
+        else:
+            flat[key] = value
+    return flat
+
+
+def config_hash(values: Mapping[str, Any], variant: str, seed: int) -> str:
+    """config.json["hash"]: SHA-256 (hex) of variant, seed and what of the config dict decides the numbers."""
+    content = {"variant": variant, "seed": seed, "config": deciding(values)}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

@@ -40,6 +40,20 @@ def test_dry_run_prints_config_and_cells_and_writes_nothing(tmp_path: Path) -> N
     assert not (tmp_path / "runs").exists()
 
 
+def test_points_are_shown(tmp_path: Path) -> None:
+    preset = tmp_path / "own.yaml"
+    preset.write_text("variants: [reference]\nseeds: 1\npoints: {low: {train.dtype: bfloat16}, half: {dtype: float16}}")
+    result = invoke("run", "--dry-run", f"experiment={preset}", f"out={tmp_path}")
+    assert result.exit_code == 0 and "train.dtype: bfloat16" in result.output
+    rows = [line.split() for line in result.output.splitlines() if line.startswith(("cell ", "reference-"))]
+    assert rows == [
+        ["cell", "variant", "seed", "point", "state"],
+        ["reference-seed0-pointlow", "reference", "0", "low", "new"],
+        ["reference-seed0-pointhalf", "reference", "0", "half", "new"],
+    ]
+    assert "points=a,b selects" in " ".join(invoke("plan", "--help").output.split())
+
+
 def test_plan_shows_the_state_of_each_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(HERE))
     monkeypatch.setattr(runner, "report", lambda folder, console: True)
