@@ -6,6 +6,10 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+# Entries of Rollout.stats, in seconds, that an engine beside the trainer takes apart from drawing: the policy brought
+# into it, its released memory mapped again, and given back. They are part of the time that `generate` takes.
+SYNC = ("rollout/refresh_seconds", "rollout/wake_seconds", "rollout/release_seconds")
+
 
 @dataclass
 class Rollout:
@@ -14,12 +18,15 @@ class Rollout:
     completion_ids: token ids, the end token included where it was drawn. logps: the sampler's log-prob of each token
     under the temperature-only distribution, or None where the engine gives none. log_kept: log of the probability mass
     that min_p, top_p and top_k left at each token (an empty row where it is not known), None without truncation.
-    stats: figures of the engine, by metric name.
+    finished: whether each completion came to an end of its own (an end token, a stop token or string) and was not cut,
+    at its length or by repetition detection; None where the engine does not say. stats: figures of the engine, by
+    metric name.
     """
 
     completion_ids: list[list[int]]
     logps: list[list[float]] | None = None
     log_kept: list[list[float]] | None = None
+    finished: list[bool] | None = None
     stats: dict[str, float] = field(default_factory=dict)
 
 

@@ -43,19 +43,21 @@ class TransformersEngine:
         devices = [model.device] if model.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(seed)
-            return Rollout(
-                self._run(model, prompt_ids, {"max_new_tokens": self.max_completion_length, **self.sampling})
-            )
+            rows = self._run(model, prompt_ids, {"max_new_tokens": self.max_completion_length, **self.sampling})
+        return Rollout([ids for ids, _ in rows], finished=[ended for _, ended in rows])
 
     def greedy(self, model: Any, prompt_ids: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-        return self._run(model, prompt_ids, {"max_new_tokens": max_new_tokens, "do_sample": False})
+        return [ids for ids, _ in self._run(model, prompt_ids, {"max_new_tokens": max_new_tokens, "do_sample": False})]
 
     def close(self) -> None:
         """Nothing to free: the model is the trainer's."""
 
-    def _run(self, model: Any, prompt_ids: list[list[int]], options: dict[str, Any]) -> list[list[int]]:
-        from transformers import GenerationConfig
+    def _run(self, model: Any, prompt_ids: list[list[int]], options: dict[str, Any]) -> list[tuple[list[int], bool]]:
+        """(completion, whether it came to an end of its own) for each prompt."""
+        from transformers import GenerationConfig, StoppingCriteriaList
 
+        options = dict(options)
+        strings = options.pop("stop_strings", None)
         config = GenerationConfig(
             pad_token_id=self.tokenizer.pad_token_id,
             bos_token_id=self.tokenizer.bos_token_id,
@@ -63,13 +65,21 @@ class TransformersEngine:
             disable_compile=True,
             **options,
         )
-        done: list[list[int]] = []
+        done: list[tuple[list[int], bool]] = []
         size = self.batch_size or len(prompt_ids) or 1
         for start in range(0, len(prompt_ids), size):
             ids, mask = self._left_pad(prompt_ids[start : start + size], model.device)
+            width = ids.shape[1]
+            stops = _StopStrings(self.tokenizer, strings, width) if strings else None
             with torch.no_grad():
-                out = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-            done.extend(self._cut(row) for row in out[:, ids.shape[1] :].tolist())
+                out = model.generate(
+                    input_ids=ids,
+                    attention_mask=mask,
+                    generation_config=config,
+                    stopping_criteria=StoppingCriteriaList([stops] if stops else []),
+                )
+            ends = stops.ends if stops else {}
+            done.extend(self._cut(row, ends.get(index)) for index, row in enumerate(out[:, width:].tolist()))
         return done
 
     def _left_pad(self, prompt_ids: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -79,9 +89,31 @@ class TransformersEngine:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompt_ids], device=device)
         return ids, mask
 
-    def _cut(self, row: list[int]) -> list[int]:
-        """The row up to and with its first end token: what comes after is padding."""
-        for position, token in enumerate(row):
+    def _cut(self, row: list[int], stop: int | None) -> tuple[list[int], bool]:
+        """The row up to and with its first end token, or its first `stop` tokens, and whether either ended it: what
+        comes after is padding."""
+        for position, token in enumerate(row[:stop]):
             if token in self.eos_token_ids:
-                return row[: position + 1]
-        return row
+                return row[: position + 1], True
+        return row[:stop], stop is not None
+
+
+class _StopStrings:
+    """A stopping criterion: a row ends with the token whose text completes a stop string.
+
+    width: tokens of the padded prompt. ends: tokens of each completion that has come to a stop string, by row.
+    (StopStringCriteria of transformers does not take every tokenizer.)
+    """
+
+    def __init__(self, tokenizer: Any, strings: str | list[str], width: int) -> None:
+        self.tokenizer, self.width = tokenizer, width
+        self.strings = [strings] if isinstance(strings, str) else list(strings)
+        self.ends: dict[int, int] = {}
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        for index, row in enumerate(input_ids[:, self.width :].tolist()):
+            if index not in self.ends:
+                text = self.tokenizer.decode(row, skip_special_tokens=True)
+                if any(string in text for string in self.strings):
+                    self.ends[index] = len(row)
+        return torch.tensor([index in self.ends for index in range(len(input_ids))], device=input_ids.device)

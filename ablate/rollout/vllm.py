@@ -63,7 +63,7 @@ class VllmEngine:
         """Completions and their log-probs under the temperature-only distribution. Raises EngineError."""
         with self._awake(model, prompt_ids) as stats:
             self.live.set_temperature(self.options.get("temperature", 1.0))
-            with self._timed(stats, "rollout/generate_ms"):
+            with self._timed(stats, "rollout/generate_seconds"):
                 rollout = self._draw(prompt_ids, seed, step, num_generations)
         rollout.stats |= stats
         return rollout
@@ -105,8 +105,8 @@ class VllmEngine:
         longest = max(map(len, prompt_ids), default=0) + self.max_completion_length
         size = memory.rows_per_call(self.live.plan, self.live.kv_tokens, longest)
         truncates = sampling.truncates(self.options)
-        rollout = Rollout([], [])
-        assert rollout.logps is not None
+        rollout = Rollout([], [], finished=[])
+        assert rollout.logps is not None and rollout.finished is not None
         kept: list[list[float]] = []
         for start in range(0, len(prompt_ids), size):
             part = prompt_ids[start : start + size]
@@ -119,6 +119,7 @@ class VllmEngine:
                 logps, masses = recorder.of(output.request_id, len(ids))
                 rollout.completion_ids.append(ids)
                 rollout.logps.append(logps)
+                rollout.finished.append(output.outputs[0].finish_reason == "stop")
                 kept.append(masses)
         rollout.log_kept = kept if truncates else None
         return rollout
@@ -143,16 +144,16 @@ class VllmEngine:
         if live.broken:
             raise EngineError("vLLM has stopped in this cell already")
         try:
-            with self._timed(stats, "rollout/sync_ms"):
+            with self._timed(stats, "rollout/refresh_seconds"):
                 live.push(model)
-            with self._timed(stats, "rollout/wake_ms"):
+            with self._timed(stats, "rollout/wake_seconds"):
                 live.wake()
             if self.checked_difference is None and prompt_ids:
                 self.checked_difference = self.check(model, prompt_ids[0])
             yield stats
             if live.kv.able:
                 stats["memory/rollout_bytes"] = float(memory.used(live.device))
-                with self._timed(stats, "rollout/release_ms"):
+                with self._timed(stats, "rollout/release_seconds"):
                     self.released = live.kv.release(self._weights())
                 stats["memory/released_bytes"] = float(self.released)
         except Exception as error:
@@ -167,7 +168,7 @@ class VllmEngine:
         yield
         if self.live.device.type == "cuda":
             torch.cuda.synchronize(self.live.device)
-        stats[name] = 1e3 * (time.perf_counter() - started)
+        stats[name] = time.perf_counter() - started
 
     def check(self, model: Any, prompt: list[int]) -> float:
         """Mean difference of the engine's and the trainer's log-probs over a greedy completion of a prompt.

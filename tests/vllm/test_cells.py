@@ -55,7 +55,7 @@ def test_a_sweep_in_one_engine(tmp_path: Path, lora: bool) -> None:
         for row in rows:
             assert row["sampling/sampling_logp_difference/max"] < 1e-3
             assert row["sampling/sequence_ratio/mean"] == pytest.approx(1, abs=1e-3)
-            assert math.isfinite(row["loss"]) and row["rollout/sync_ms"] > 0
+            assert math.isfinite(row["loss"]) and row["rollout/refresh_seconds"] > 0
         moved = rows[-1]["weight_distance"]
         assert (moved == 0) == (variant == "no_detach")
         table = pq.read_table(directory.rollouts_dir / "step-000001.parquet")
