@@ -1,7 +1,8 @@
 """A stand-in for the training of a cell, for tests of everything around it. Runs in workers, so it imports no torch.
 
 It keeps to what a real cell does: metrics and evaluations per step, checkpoints, resume, one deterministic number that
-each step makes from the one before. `FAKE_CELLS` (JSON: cell name -> what happens to it) plants faults.
+each step makes from the one before. `FAKE_CELLS` (JSON: cell name -> what happens to it) plants faults, `FAKE_ENV`
+(JSON) is what env.json says of the machine.
 """
 
 import errno
@@ -39,7 +40,8 @@ def run_cell(cell: Any, directory: Any, on_step: Any) -> dict[str, Any]:
     fault = faults(cell.name)
     pause = float(os.environ.get("FAKE_PAUSE", "0"))
     print(f"training {cell.name}", flush=True)
-    directory.write_env({"python": "3", "pid": os.getpid(), "omp": os.environ.get("OMP_NUM_THREADS")})
+    machine = json.loads(os.environ.get("FAKE_ENV", "{}"))
+    directory.write_env({"python": "3", "pid": os.getpid(), "omp": os.environ.get("OMP_NUM_THREADS"), **machine})
     found = directory.latest_checkpoint()
     start, value = 0, float(cell.seed)
     if found:
