@@ -230,7 +230,7 @@ def _task_class(name: str) -> type:
 
 
 # The import list: a new task is a new file and its name here. At the end, because tasks use what stands above.
-from ablate.tasks import arithmetic, gsm8k  # noqa: E402
+from ablate.tasks import arithmetic, gsm8k, sums  # noqa: E402
 
 __all__ = [
     "EvalContext",
@@ -245,4 +245,5 @@ __all__ = [
     "names",
     "options",
     "register",
+    "sums",
 ]

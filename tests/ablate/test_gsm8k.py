@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ablate import tasks
-from ablate.tasks.gsm8k import GSM8K, final_number, is_strict, read_jsonl, surplus_characters, thinking_part
+from ablate.tasks.gsm8k import GSM8K, read_jsonl
+from ablate.tasks.solution import final_number, is_strict, surplus_characters, thinking_part
 
 TRAIN = [
     ("Ann has 2 pens and buys 3. How many?", "2 + 3 = <<2+3=5>>5 pens.\n#### 5"),

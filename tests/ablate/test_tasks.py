@@ -20,7 +20,7 @@ JSONLIKE = st.recursive(
 
 
 def test_every_task_is_named_and_keeps_to_the_protocol() -> None:
-    assert tasks.names() == ["arithmetic", "gsm8k"]
+    assert tasks.names() == ["arithmetic", "gsm8k", "sums"]
     for name in tasks.names():
         task = tasks.get(name)
         assert {member for member in vars(tasks.Task) if not member.startswith("_")} <= set(dir(type(task)))
@@ -50,7 +50,7 @@ def test_a_new_task_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "options", "message"),
     [
         ("arithmetics", {}, "unknown task 'arithmetics'; did you mean 'arithmetic'?"),
-        ("chess", {}, "known: arithmetic, gsm8k"),
+        ("chess", {}, "known: arithmetic, gsm8k, sums"),
         ("gsm8k", {"pathh": "x"}, "no option 'pathh'; did you mean 'path'"),
         ("arithmetic", {"stop_token_ids": (1,)}, "no option 'stop_token_ids'"),
         (
@@ -71,6 +71,10 @@ def test_a_new_task_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gsm8k", {"eval_size": 2.5}, "gsm8k.eval_size"),
         ("gsm8k", {"max_steps": True}, "gsm8k.max_steps"),
         ("gsm8k", {"max_completion_length": None}, "gsm8k.max_completion_length"),
+        ("sums", {"terms": 1}, "sums.terms must be between 2 and 20"),
+        ("sums", {"largest": 1}, "sums.largest must be at least 2"),
+        ("sums", {"examples": 4}, "sums.examples must be between 0 and 3"),
+        ("sums", {"examples": True}, "sums.examples"),
     ],
 )
 def test_wrong_names_and_values_are_refused(name: str, options: dict[str, Any], message: str) -> None:
