@@ -50,7 +50,6 @@ class Generation:
         self.group_ids = torch.arange(len(prompts), device=rewards.device) // self.num_generations
         self._batches = batches
         self.advantages = self.column("advantages")
-        self.tokens = int(self.column("completion_mask").sum())
 
     def has(self, name: str) -> bool:
         """Whether the micro-batches hold this tensor."""
@@ -79,3 +78,21 @@ def extra_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     if any(name in batch for name in ("pixel_values", "num_images")):
         raise ValueError("image inputs: AblationTrainer trains on text")
     return {name: batch[name] for name in names if name in batch}
+
+
+def normalise(batches: list[dict[str, Any]], window: int, accelerator: Any) -> None:
+    """Gives micro-batches the tokens and completions of their accumulation window, so that they add up to the whole.
+
+    window: micro-batches of an optimizer step.
+    """
+    whole = len(batches) % window == 0
+    size = window if whole else 1
+    for start in range(0, len(batches), size):
+        part = batches[start : start + size]
+        mask = torch.cat([loss_mask(batch) for batch in part]).bool()
+        counts = torch.stack([mask.sum(), mask.any(-1).sum()]).float()
+        counts = accelerator.reduce(counts, reduction="sum") / accelerator.num_processes
+        # A window that spans generations cannot know its later counts: each part then weighs 1 / window.
+        counts = counts if whole else counts * window
+        for batch in part:
+            batch["num_items"], batch["num_sequences"] = counts[0], counts[1]

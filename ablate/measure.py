@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -14,6 +16,9 @@ from torch import Tensor
 
 from losses import Metric
 
+# Parts of a step that are timed; what is left of it, the optimizer's step, logging and checkpoints, is `optimizer`.
+PARTS = ("rollout", "sync", "reward", "old_logps", "reference", "loss")
+
 
 class Meter:
     """Times parts of a step by the host clock, the device's queue drained at both ends, and reads peak memory."""
@@ -21,51 +26,92 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.seconds: dict[str, float] = defaultdict(float)
+        self.steps = 0
+        self.busy = Busy(device)
+        self._tokens: float | Tensor = 0.0
+        self._inner: list[float] = []  # for each part now being timed, seconds of the parts within it
+        self._paused = False
         self._last = time.perf_counter()
         self._peak_before = 0  # of the step's part before a pause
         self._reset_peak()
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
+        """Adds what runs inside to a part; a part within another is taken out of that one."""
         self._drain()
         start = time.perf_counter()
+        self._inner.append(0.0)
         try:
             yield
         finally:
             self._drain()
-            self.seconds[name] += time.perf_counter() - start
+            took = time.perf_counter() - start
+            self.seconds[name] += took - self._inner.pop()
+            if self._inner:
+                self._inner[-1] += took
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with its calls timed as a part."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.time(name):
+                return function(*args, **kwargs)
+
+        return call
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Takes seconds that were measured otherwise out of one part into another."""
+        self.seconds[source] -= seconds
+        self.seconds[target] += seconds
+
+    def count(self, mask: Tensor) -> None:
+        """Adds the tokens of a micro-batch, without waiting for the device."""
+        self._tokens = self._tokens + mask.sum()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Leaves what runs inside, an evaluation, out of the step's time and its peak of memory."""
+        """Leaves what runs inside, an evaluation, out of the step's times, tokens and peak of memory."""
+        if self._paused:
+            yield
+            return
         self._peak_before = max(self._peak_before, self._peak())
+        kept = self.seconds, self._tokens, self._inner
+        self.seconds, self._inner = defaultdict(float), []
+        self._paused = self.busy.paused = True
         start = time.perf_counter()
         try:
             yield
         finally:
-            self._last += time.perf_counter() - start
+            took = time.perf_counter() - start
+            self._last += took
+            self.seconds, self._tokens, self._inner = kept
+            if self._inner:
+                self._inner[-1] += took
+            self._paused = self.busy.paused = False
             self._reset_peak()
 
-    def flush(self, tokens: int) -> dict[str, float]:
-        """The figures since the last flush: `time/<part>` (s), step_time (s), tokens_per_second, peak_memory_bytes.
+    def flush(self) -> dict[str, float]:
+        """The figures since the last flush, times as means over its steps.
 
-        `step` covers a micro-batch's forward and backward with its share of the rollout; the rest of step_time is the
-        optimizer and logging.
+        `time/<part>` (s), which add up to step_time (s); tokens_per_second, of this process; peak_memory_bytes; on CUDA
+        memory/step_bytes, and gpu/busy where NVML gave a sample.
         """
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now
-        parts = dict(self.seconds)
+        steps, self.steps = max(1, self.steps), 0
+        tokens, self._tokens = float(self._tokens), 0.0
+        out = {f"time/{name}": self.seconds[name] / steps for name in PARTS}
+        out["time/optimizer"] = (elapsed - sum(self.seconds.values())) / steps
+        out["step_time"] = elapsed / steps
         self.seconds.clear()
-        inner = sum(parts.get(name, 0.0) for name in ("rollout", "reward", "logps"))
-        out = {f"time/{name}": parts.get(name, 0.0) for name in ("rollout", "reward", "logps")}
-        out["time/loss"] = parts.get("step", 0.0) - inner
-        out["time/optimizer"] = max(0.0, elapsed - parts.get("step", 0.0))
-        out["step_time"] = elapsed
         out["tokens_per_second"] = tokens / elapsed if elapsed > 0 else 0.0
         out["peak_memory_bytes"] = float(max(self._peak_before, self._peak()))
         if self.device.type == "cuda":  # what the step took from the card and its allocator still holds
             free, total = torch.cuda.mem_get_info(self.device)
             out["memory/step_bytes"] = float(total - free)
+        if (busy := self.busy.flush()) is not None:
+            out["gpu/busy"] = busy
         self._peak_before = 0
         self._reset_peak()
         return out
@@ -89,6 +135,52 @@ class Meter:
         else:
             with suppress(OSError), open("/proc/self/clear_refs", "w") as refs:
                 refs.write("5")
+
+
+class Busy:
+    """Share of the time in which a CUDA device ran kernels, of any process: NVML's utilisation, sampled by a thread.
+
+    NVML averages over its own period, 1/6 to 1 s, so neighbouring short steps share what it says. Without CUDA or
+    nvidia-ml-py, or where NVML gives none (MIG), there is no figure.
+    """
+
+    interval = 0.2  # seconds
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.paused = device, False
+        self._samples: list[float] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def sampled(self) -> Iterator[None]:
+        """Samples for as long as the block runs."""
+        if self.device.type == "cuda" and self._thread is None:
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._run, args=(index,), name="gpu-busy", daemon=True)
+            self._thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            if self._thread is not None:
+                self._thread.join(timeout=5)
+            self._thread = None
+
+    def flush(self) -> float | None:
+        """Mean of the samples since the last flush, 0 to 1; None without any."""
+        samples, self._samples = self._samples, []
+        return sum(samples) / len(samples) if samples else None
+
+    def _run(self, index: int) -> None:
+        while not self._stop.wait(self.interval):
+            try:
+                share = torch.cuda.utilization(index) / 100
+            except Exception:  # pynvml's errors have no class that is there without it
+                return
+            if not self.paused:
+                self._samples.append(share)
 
 
 class Pool:

@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from ablate.generation import Generation
+
 QUANTILES = (0.05, 0.5, 0.95)
+
+
+class Comparison:
+    """Gathers the trainer's log-probs of a generation, which come micro-batch by micro-batch, for `figures`."""
+
+    def __init__(self, generation: Generation, log_kept: list[list[float]] | None = None) -> None:
+        self.generation, self.log_kept = generation, log_kept
+        self._parts: list[tuple[Tensor, Tensor]] | None = [] if generation.has("sampling_per_token_logps") else None
+
+    def add(self, rows: Tensor, logps: Tensor) -> dict[str, float]:
+        """Takes the log-probs of rows of the generation; with the last of them it gives the figures, once."""
+        if self._parts is None:
+            return {}
+        self._parts.append((rows.to(logps.device), logps))
+        if sum(len(rows) for rows, _ in self._parts) < len(self.generation.prompts):
+            return {}
+        order = torch.cat([rows for rows, _ in self._parts]).argsort()
+        own = torch.cat([logps for _, logps in self._parts])[order]
+        self._parts = None
+        sampling, mask = (self.generation.column(n) for n in ("sampling_per_token_logps", "completion_mask"))
+        return figures(own, sampling, mask, self.log_kept)
 
 
 def figures(old: Tensor, sampling: Tensor, mask: Tensor, log_kept: list[list[float]] | None = None) -> dict[str, float]:

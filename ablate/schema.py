@@ -59,12 +59,18 @@ METRICS = (
     "completions/clipped_ratio",
     "tokens_per_second",
     "peak_memory_bytes",
-    "step_time",  # seconds, of the whole step
-    "time/rollout",
+    "step_time",  # seconds, of the whole step: the sum of the parts
+    "time/rollout",  # completions drawn, decoded and stored, advantages
+    "time/sync",  # the policy brought into the engine, the engine's memory mapped and given back
     "time/reward",
-    "time/logps",  # old and reference log-probs
-    "time/loss",
-    "time/optimizer",
+    "time/old_logps",
+    "time/reference",  # the reference's log-probs, or its hidden states
+    "time/loss",  # forward and backward
+    "time/optimizer",  # and all that is left
+)
+# As METRICS, where there is something to tell.
+OPTIONAL_METRICS = (
+    "gpu/busy",  # share of the step in which the GPU ran kernels, 0 to 1
 )
 
 # rollouts/*.parquet, one row per completion; lists are per token of the completion, padding removed

@@ -26,9 +26,9 @@ from trl.trainer.utils import use_adapter
 
 import losses
 from ablate import lm_head, measure, mismatch, trl_options
-from ablate.generation import EpochSampler, Generation, extra_inputs, loss_mask
+from ablate.generation import EpochSampler, Generation, extra_inputs, loss_mask, normalise
 from ablate.rewards import checked
-from ablate.rollout import Engine, Rollout, derive_seed
+from ablate.rollout import SYNC, Engine, Rollout, derive_seed
 
 
 class AblationTrainer(GRPOTrainer):
@@ -79,12 +79,14 @@ class AblationTrainer(GRPOTrainer):
         self._generation: Generation | None = None
         self._empty: list[bool] = []  # completions of the generation at hand that hold no token
         self._sampling_seed: int | None = None
-        self._own_logps: list[tuple[Tensor, Tensor]] | None = None  # log-probs still to be compared with the sampler's
+        self._mismatch: mismatch.Comparison | None = None  # of the generation at hand
         self._drawn: Rollout | None = None  # what the engine gave for the generation at hand
         self._scored: tuple[list[Any], list[Any], Tensor, list[int]]
         self._pooled = {"train": measure.Pool(), "eval": measure.Pool()}
         self._meter = measure.Meter(self.accelerator.device)
         self._start = measure.snapshot(self.model)
+        if self.use_vllm:
+            self.vllm_generation.sync_weights = self._meter.timed("sync", self.vllm_generation.sync_weights)
 
     # ---- log-probs: one path for policy, old and reference
 
@@ -172,32 +174,31 @@ class AblationTrainer(GRPOTrainer):
             return super()._prepare_inputs(generation_batch)
         # Shuffling, dropout and TRL's own sampling draw from the global generators: set here, a resume finds the same.
         set_seed(derive_seed(self.args.seed, "step", self.state.global_step, self.accelerator.process_index) % 2**32)
-        self._scoring = not self.use_vllm
-        try:
-            inputs = super()._prepare_inputs(generation_batch)
-        finally:
-            self._scoring = False
-        self._finish_generation(self._buffered_inputs)
+        with self._meter.time("rollout"):
+            self._scoring = not self.use_vllm
+            try:
+                inputs = super()._prepare_inputs(generation_batch)
+            finally:
+                self._scoring = False
+            self._finish_generation(self._buffered_inputs)
         return inputs
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
-        with self._meter.time("rollout"):
-            if self.engine is None:
-                return super()._generate_single_turn(
-                    prompt_ids, images, multimodal_fields, num_generations, has_tool_images
-                )
-            if images is not None:
-                raise ValueError(
-                    f"the rollout engine {self.engine.name!r} takes no images; engine=None leaves them to TRL"
-                )
-            seed = derive_seed(self.args.seed, "rollout", self.state.global_step, self.accelerator.process_index)
-            rollout = self.engine.generate(
-                self.accelerator.unwrap_model(self.model_wrapped),
-                [list(ids) for ids in prompt_ids],
-                seed=seed,
-                step=self.state.global_step,
-                num_generations=num_generations,
+        if self.engine is None:
+            return super()._generate_single_turn(
+                prompt_ids, images, multimodal_fields, num_generations, has_tool_images
             )
+        if images is not None:
+            raise ValueError(f"the rollout engine {self.engine.name!r} takes no images; engine=None leaves them to TRL")
+        seed = derive_seed(self.args.seed, "rollout", self.state.global_step, self.accelerator.process_index)
+        rollout = self.engine.generate(
+            self.accelerator.unwrap_model(self.model_wrapped),
+            [list(ids) for ids in prompt_ids],
+            seed=seed,
+            step=self.state.global_step,
+            num_generations=num_generations,
+        )
+        self._meter.move(sum(rollout.stats.get(name, 0.0) for name in SYNC), "rollout", "sync")
         self._sampling_seed, self._drawn = seed, rollout
         # TRL reads the last token of every completion: an empty one becomes a lone end token that no mean counts.
         self._empty = [not ids for ids in rollout.completion_ids]
@@ -226,14 +227,15 @@ class AblationTrainer(GRPOTrainer):
         # On-policy the loss itself takes o = n; a token that the sampler has not scored stands for o as well.
         sampling = [batch["sampling_per_token_logps"] for batch in batches if "sampling_per_token_logps" in batch]
         needs_old = off_policy or self._shapes_rewards or any(bool(logps.isnan().any()) for logps in sampling)
-        with torch.no_grad(), self._meter.time("logps"):
-            for batch in batches:
-                if needs_old:
+        if needs_old:
+            with torch.no_grad(), self._meter.time("old_logps"):
+                for batch in batches:
                     batch["old_per_token_logps"] = self._logps(self.model, batch)[0]
-                if self.beta != 0 and self.variant.vocabulary is None:
-                    with self._reference() as model:
-                        batch["ref_per_token_logps"] = self._logps(model, batch)[0]
-        self._set_normalisers(batches)
+        if self.beta != 0 and self.variant.vocabulary is None:
+            with torch.no_grad(), self._meter.time("reference"), self._reference() as model:
+                for batch in batches:
+                    batch["ref_per_token_logps"] = self._logps(model, batch)[0]
+        normalise(batches, self.args.gradient_accumulation_steps, self.accelerator)
         self._generation = Generation(self, batches)
         self._log_rollout(self._generation)
         self._set_advantages(batches)
@@ -242,42 +244,17 @@ class AblationTrainer(GRPOTrainer):
 
     def _log_rollout(self, generation: Generation) -> None:
         """The engine's own figures, and how far its log-probs are from the trainer's, once those are known."""
-        self._own_logps = []
         for name, value in ({} if self._drawn is None else self._drawn.stats).items():
             self._metrics["train"][name].append(value)
+        self._mismatch = mismatch.Comparison(generation, None if self._drawn is None else self._drawn.log_kept)
         if generation.has("old_per_token_logps"):
             self._compare(torch.arange(len(generation.prompts)), generation.column("old_per_token_logps"))
 
     def _compare(self, rows: Tensor, logps: Tensor) -> None:
         """Takes the trainer's log-probs of rows of the generation; with the last of them the figures are logged."""
-        generation = self._generation
-        if generation is None or not generation.has("sampling_per_token_logps") or self._own_logps is None:
-            return
-        self._own_logps.append((rows.to(logps.device), logps))
-        if sum(len(rows) for rows, _ in self._own_logps) < len(generation.prompts):
-            return
-        order = torch.cat([rows for rows, _ in self._own_logps]).argsort()
-        own = torch.cat([logps for _, logps in self._own_logps])[order]
-        self._own_logps = None
-        kept = None if self._drawn is None else self._drawn.log_kept
-        mask = generation.column("completion_mask")
-        for name, value in mismatch.figures(own, generation.column("sampling_per_token_logps"), mask, kept).items():
-            self._metrics["train"][name].append(value)
-
-    def _set_normalisers(self, batches: list[dict[str, Any]]) -> None:
-        """Tokens and completions of every accumulation window, so that its micro-batches add up to the whole."""
-        window = self.args.gradient_accumulation_steps
-        whole = len(batches) % window == 0
-        size = window if whole else 1
-        for start in range(0, len(batches), size):
-            part = batches[start : start + size]
-            mask = torch.cat([loss_mask(batch) for batch in part]).bool()
-            counts = torch.stack([mask.sum(), mask.any(-1).sum()]).float()
-            counts = self.accelerator.reduce(counts, reduction="sum") / self.accelerator.num_processes
-            # A window that spans generations cannot know its later counts: each part then weighs 1 / window.
-            counts = counts if whole else counts * window
-            for batch in part:
-                batch["num_items"], batch["num_sequences"] = counts[0], counts[1]
+        if self._mismatch is not None:
+            for name, value in self._mismatch.add(rows, logps).items():
+                self._metrics["train"][name].append(value)
 
     @property
     def _shapes_rewards(self) -> bool:
@@ -304,45 +281,45 @@ class AblationTrainer(GRPOTrainer):
     # ---- the loss
 
     def _compute_loss(self, model, inputs):
-        with self._meter.time("loss"):
-            ref_hidden = ref_weight = ref_bias = None
-            ref_logps = inputs.get("ref_per_token_logps")
-            if self.variant.vocabulary is not None and self.beta != 0:
-                ref_hidden, ref_weight, ref_bias, ref_logps = self._reference_head(inputs)
-            group = inputs["row"] // self.num_generations if "row" in inputs else None
-            loss_inputs = losses.LossInputs(
-                completion_ids=inputs["completion_ids"],
-                completion_mask=loss_mask(inputs),
-                advantages=inputs["advantages"],
-                old_per_token_logps=inputs.get("old_per_token_logps"),
-                ref_per_token_logps=ref_logps,
-                sampling_per_token_logps=self._sampling_logps(inputs),
-                num_items_in_batch=inputs.get("num_items"),
-                num_sequences_in_batch=inputs.get("num_sequences"),
-                group_ids=group,
-                ref_hidden=ref_hidden,
-                ref_lm_head_weight=ref_weight,
-                ref_lm_head_bias=ref_bias,
+        ref_hidden = ref_weight = ref_bias = None
+        ref_logps = inputs.get("ref_per_token_logps")
+        if self.variant.vocabulary is not None and self.beta != 0:
+            ref_hidden, ref_weight, ref_bias, ref_logps = self._reference_head(inputs)
+        group = inputs["row"] // self.num_generations if "row" in inputs else None
+        loss_inputs = losses.LossInputs(
+            completion_ids=inputs["completion_ids"],
+            completion_mask=loss_mask(inputs),
+            advantages=inputs["advantages"],
+            old_per_token_logps=inputs.get("old_per_token_logps"),
+            ref_per_token_logps=ref_logps,
+            sampling_per_token_logps=self._sampling_logps(inputs),
+            num_items_in_batch=inputs.get("num_items"),
+            num_sequences_in_batch=inputs.get("num_sequences"),
+            group_ids=group,
+            ref_hidden=ref_hidden,
+            ref_lm_head_weight=ref_weight,
+            ref_lm_head_bias=ref_bias,
+        )
+
+        def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            out = losses.linear_policy_loss(
+                hidden,
+                weight,
+                loss_inputs,
+                self.variant,
+                lm_head_bias=bias,
+                **self._head_options,
+                **self.loss_params,
             )
+            self._pooled["train" if self.model.training else "eval"].add(out.metrics)
+            if "row" in inputs and self.model.training:
+                self._compare(inputs["row"], out.per_token_logps)
+            return out.loss
 
-            def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-                out = losses.linear_policy_loss(
-                    hidden,
-                    weight,
-                    loss_inputs,
-                    self.variant,
-                    lm_head_bias=bias,
-                    **self._head_options,
-                    **self.loss_params,
-                )
-                self._pooled["train" if self.model.training else "eval"].add(out.metrics)
-                if "row" in inputs:
-                    self._compare(inputs["row"], out.per_token_logps)
-                return out.loss
-
-            loss = self._with_head(model, inputs, loss_of)
+        loss = self._with_head(model, inputs, loss_of)
         if not torch.isfinite(loss):
             raise ValueError(f"the loss of {self.variant.name!r} is {loss.item()} at step {self.state.global_step + 1}")
+        self._meter.count(inputs["completion_mask"])
         return loss
 
     def _sampling_logps(self, inputs: dict[str, Any]) -> Tensor | None:
@@ -359,14 +336,19 @@ class AblationTrainer(GRPOTrainer):
         def everything(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
             return hidden, weight, bias, self._head_logps(inputs, hidden, weight, bias)[0]
 
-        with torch.no_grad(), self._reference() as model:
+        with torch.no_grad(), self._meter.time("reference"), self._reference() as model:
             return self._with_head(model, inputs, everything)
 
     # ---- steps and logs
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        self._meter.flush(0)  # what came before is no step
-        return super().train(*args, **kwargs)
+        self._meter.flush()  # what came before is no step
+        with self._meter.busy.sampled():
+            return super().train(*args, **kwargs)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self._meter.pause():
+            return super().evaluate(*args, **kwargs)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         if self.state.global_step >= self.state.max_steps:  # resumed at the end, where transformers takes one more step
@@ -375,7 +357,8 @@ class AblationTrainer(GRPOTrainer):
         super()._run_epoch(*args, **kwargs)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        with self._meter.time("step"):
+        self._meter.steps += self.accelerator.sync_gradients  # the last micro-batch of an optimizer step
+        with self._meter.time("loss"):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -387,7 +370,6 @@ class AblationTrainer(GRPOTrainer):
                 raise ValueError(
                     f"the weights are not finite after step {self.state.global_step}: lower the learning rate"
                 )
-            tokens = self._generation.tokens if self._generation else 0
-            figures |= {"weight_distance": moved, **self._meter.flush(tokens)}
+            figures |= {"weight_distance": moved, **self._meter.flush()}
         self._metrics[mode].update({name: [value] for name, value in figures.items()})
         super().log(logs, start_time)

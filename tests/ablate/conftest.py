@@ -1,4 +1,4 @@
-"""Runs that several files replay; read only."""
+"""A model, and runs that several files replay; read only."""
 
 from __future__ import annotations
 
@@ -21,3 +21,13 @@ def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.ablate.replaying import LORA, train
 
     return train(tmp_path_factory.mktemp("lora"), *LORA)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved tiny model whose next-token distributions are far from uniform."""
+    from ablate.models.tiny import TinySettings, tiny_model
+
+    path = tmp_path_factory.mktemp("model")
+    tiny_model(TinySettings(initializer_range=0.2)).save_pretrained(path)
+    return path

@@ -13,17 +13,10 @@ from transformers import LlamaForCausalLM
 from trl import GRPOConfig
 
 import losses
-from ablate.models.tiny import TinySettings, tiny_model, tiny_tokenizer
+from ablate.models.tiny import tiny_tokenizer
 from ablate.rollout import Rollout
 from ablate.trainer import AblationTrainer
 from tests.ablate.training import PROMPTS, Scripted, StockScripted, digits, history, make, weights
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tiny_model(TinySettings(initializer_range=0.2)).save_pretrained(path)
-    return path
 
 
 @pytest.mark.parametrize(
@@ -128,31 +121,6 @@ def test_accumulation_does_not_change_the_loss(folder: Path, tmp_path: Path) -> 
         assert history(runs[1], key) == pytest.approx(history(runs[0], key), rel=1e-3, abs=1e-6), key
 
 
-def test_metrics_are_pooled_by_tokens(folder: Path, tmp_path: Path) -> None:
-    trainer = make(AblationTrainer, folder, tmp_path, loss_variant="reference", engine=Scripted())
-    for clipped, tokens in ((3.0, 12.0), (3.0, 4.0)):
-        metric = losses.Metric(torch.tensor(clipped), torch.tensor(tokens))
-        trainer._pooled["train"].add({"clip_ratio/region_mean": metric})
-    trainer.model.train()
-    trainer.log({"loss": 0.0})
-    assert trainer.state.log_history[-1]["clip_ratio/region_mean"] == pytest.approx(0.375)
-
-
-def test_evaluations_leave_the_training_metrics_alone(folder: Path, tmp_path: Path) -> None:
-    """TRL's own evaluation (eval_strategy) logs the loss's metrics as eval_*, out of the means of the next step."""
-    runs: list[Any] = []
-    for config in ({}, {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}):
-        trainer = make(
-            AblationTrainer, folder, tmp_path / str(len(runs)), loss_variant="reference", engine=Scripted(),
-            config=config, eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:4]}),
-        )  # fmt: skip
-        trainer.train()
-        runs.append(trainer)
-    for key in ("kl", "entropy"):
-        assert history(runs[1], key) == history(runs[0], key)
-        assert len(history(runs[1], f"eval_{key}")) == 3
-
-
 def test_a_resume_from_the_last_step_trains_no_further(folder: Path, tmp_path: Path) -> None:
     config = {"save_strategy": "steps", "save_steps": 3}
     runs: list[Any] = []
@@ -181,17 +149,6 @@ def test_a_token_without_the_samplers_log_prob_stands_for_the_policys(folder: Pa
     trainer.train()
     assert seen == [[True] * 4] * 3
     assert all(map(math.isfinite, history(trainer, "loss")))
-
-
-def test_logged_names(folder: Path, tmp_path: Path) -> None:
-    from ablate import schema
-
-    trainer = make(AblationTrainer, folder, tmp_path, loss_variant="full_reverse_kl", engine=Scripted())
-    trainer.train()
-    row = next(r for r in trainer.state.log_history if "loss" in r)
-    missing = [name for name in schema.METRICS if name not in row]
-    assert not missing
-    assert {f"rewards/{f}/{s}" for f in ("digits", "even") for s in ("mean", "std")} <= set(row)
 
 
 def test_empty_completions_enter_no_mean(folder: Path, tmp_path: Path) -> None:
