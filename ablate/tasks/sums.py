@@ -1,4 +1,4 @@
-"""Chain sums, generated: '7 + 5 - 3', worked out one step at a time; a first task for a small instruct model.
+"""Chain sums, generated: 'What is 7 + 5 - 3?', worked out one step at a time; a first task for a small instruct model.
 
 Every prompt shows how a solution looks, by worked examples as earlier turns. A sum is held out together with all sums
 of the same signed numbers in another order, so that 5 + 3 does not give away 3 + 5. Everything is drawn from a fixed
@@ -15,7 +15,16 @@ from typing import ClassVar
 from ablate.tasks import Prompt, positive, register
 from ablate.tasks.solution import Problem, SolutionTask
 
-SYSTEM_PROMPT = "Work out the sum one step at a time."
+SYSTEM_PROMPTS = {
+    "plain": (
+        "Think first, then answer. Respond in exactly this form, the number in a line of its own:\n"
+        "your steps\n#### the number"
+    ),
+    "think": (
+        "Think first, then answer. Respond in exactly this form:\n"
+        "<reasoning>your steps</reasoning><answer>the number</answer>"
+    ),
+}
 EXAMPLES = ((3, 4, -2), (8, 6), (5, 7, 2, -4))
 HELD_OUT = 0.25  # of the sums of one length, at most
 
@@ -59,8 +68,8 @@ class Sums(SolutionTask):
         shown = [(question(sum_), solution(sum_, self.form)) for sum_ in EXAMPLES[: self.examples]]
         if not self.conversational:
             worked = "".join(f"Problem: {asked}\nSolution: {answer}\n\n" for asked, answer in shown)
-            return f"{SYSTEM_PROMPT}\n\n{worked}Problem: {problem.question}\nSolution: "
-        turns = [{"role": "system", "content": SYSTEM_PROMPT}]
+            return f"{SYSTEM_PROMPTS[self.form]}\n\n{worked}Problem: {problem.question}\nSolution: "
+        turns = [{"role": "system", "content": SYSTEM_PROMPTS[self.form]}]
         for asked, answer in shown:
             turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
         return [*turns, {"role": "user", "content": problem.question}]
@@ -72,7 +81,11 @@ class Sums(SolutionTask):
 
 
 def question(terms: tuple[int, ...]) -> str:
-    """(3, 4, -2) as '3 + 4 - 2'."""
+    """(3, 4, -2) as 'What is 3 + 4 - 2?'."""
+    return f"What is {_text(terms)}?"
+
+
+def _text(terms: tuple[int, ...]) -> str:
     return str(terms[0]) + "".join(f" {'-' if term < 0 else '+'} {abs(term)}" for term in terms[1:])
 
 
@@ -80,7 +93,7 @@ def solution(terms: tuple[int, ...], form: str) -> str:
     """The worked solution in one of `solution.FORMS`."""
     steps, total = [], terms[0]
     for term in terms[1:]:
-        steps.append(f"{question((total, term))} = {total + term}")
+        steps.append(f"{_text((total, term))} = {total + term}")
         total += term
     if form == "plain":
         return "\n".join([*steps, f"#### {total}"])

@@ -65,7 +65,7 @@ def test_prompts() -> None:
     assert prompt[-1]["content"] == problem.question
     plain = Sums(conversational=False, form="plain", examples=1).prompt(problem)
     assert isinstance(plain, str) and plain.endswith(f"Problem: {problem.question}\nSolution: ")
-    assert plain.count("####") == 1
+    assert plain.count("####") == 2, "the form, and one worked example"
     assert len(Sums(examples=0).prompt(problem)) == 2
 
 
