@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ablate import config as configs
@@ -26,6 +26,7 @@ class Cell:
     point: name of its named point (`point`), then the value of every grid axis by its short name (`beta`), in order.
     config: the experiment's config with the point's values set; its `variants` and `seeds` are those of this cell
         alone, its `grid` and `points` are empty.
+    axes: all values of every axis, by its short name, in the order in which they were given.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Cell:
     seed: int
     point: dict[str, Scalar]
     config: Config
+    axes: dict[str, list[Scalar]] = field(default_factory=dict)
 
     @property
     def hash(self) -> str:
@@ -67,6 +69,8 @@ def cells(config: Config) -> list[Cell]:
     shorts = [schema.short(key) for key in axes]
     bare = dataclasses.replace(config, seeds=config.seeds[:1])  # copied for every cell
     at_points = configs.at_points(bare)
+    orders: dict[str, list[Scalar]] = {points.AXIS: [name for name in at_points if name]} if any(at_points) else {}
+    orders |= {short: list(config.grid[key]) for short, key in zip(shorts, axes, strict=True)}
     takes = {name: _own_parameters(shared) for name, shared in at_points.items()}
     planned: list[Cell] = []
     for seed, name, values in itertools.product(
@@ -79,7 +83,7 @@ def cells(config: Config) -> list[Cell]:
         for variant in select_variants(config):
             own = configs.set_values(shared, {"variants": [variant], "seeds": [seed], "grid": {}})
             own.loss.params = {k: v for k, v in own.loss.params.items() if variant in takes[name].get(k, (variant,))}
-            planned.append(Cell(cell_name(variant, seed, short), variant, seed, short, own))
+            planned.append(Cell(cell_name(variant, seed, short), variant, seed, short, own, orders))
     names = [cell.name for cell in planned]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

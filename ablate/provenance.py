@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -62,6 +63,7 @@ def collect(seeds: Iterable[int] = ()) -> dict[str, Any]:
         "started_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "machine": machine(),
         "packages": versions(),
         "cpu": cpu(),
         "threads": threads(),
@@ -89,6 +91,11 @@ def git() -> dict[str, Any]:
         return {"sha": None, "dirty": None}
     changed = ask("status", "--porcelain", "--untracked-files=no")
     return {"sha": ask("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}
+
+
+def machine() -> str:
+    """A short digest of the host's name: which cells ran on one machine, without saying on which."""
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:12]
 
 
 def command() -> str:

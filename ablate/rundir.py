@@ -70,7 +70,13 @@ class CellDir:
             {
                 "hash": cell.hash,
                 "experiment": cell.config.experiment,
-                "cell": {"name": cell.name, "variant": cell.variant, "seed": cell.seed, "point": cell.point},
+                "cell": {
+                    "name": cell.name,
+                    "variant": cell.variant,
+                    "seed": cell.seed,
+                    "point": cell.point,
+                    "axes": cell.axes,
+                },
                 "config": asdict(cell.config),
             },
         )

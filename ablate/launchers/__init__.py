@@ -83,7 +83,8 @@ def execute(
                 with status.listening(on_status):
                     summary = train(cell, directory, on_step)
                 if directory.read_done() is None:
-                    directory.finish({"seconds": round(time.monotonic() - started, 3), **summary})
+                    lasted = round(time.monotonic() - started, 3)
+                    directory.finish({"seconds": lasted, "wall_seconds": lasted, **summary})
                 done = directory.read_done()
                 if not cell.config.train.keep_checkpoint:
                     shutil.rmtree(directory.checkpoint_dir, ignore_errors=True)

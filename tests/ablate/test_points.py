@@ -117,6 +117,7 @@ def test_named_points_are_one_axis(tmp_path: Path) -> None:
     assert first.name == "reference-seed0-pointplain-beta0.04"
     assert low.name == "reference-seed0-pointlow-beta1" and low.point == {"point": "low", "beta": 1.0}
     assert (low.config.train.dtype, low.config.loss.precision, low.config.loss.beta) == ("bfloat16", "fp8", 1.0)
+    assert low.axes == {"point": ["plain", "low", "other"], "beta": [0.04, 1.0]}
     assert low.config.points == {} == low.config.grid and found[4].config.trl == {"weight_decay": 0.1}
     # a cell is what it computes, by whatever keys it was said
     bare = (f"experiment={preset}", "points=none", "seeds=1")

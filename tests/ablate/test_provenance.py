@@ -41,6 +41,13 @@ def test_no_git_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     provenance.git.cache_clear()
 
 
+def test_a_machine_is_told_apart_without_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(provenance.platform, "node", lambda: "fast-card-07")
+    first = provenance.machine()
+    monkeypatch.setattr(provenance.platform, "node", lambda: "fast-card-08")
+    assert len(first) == 12 and first != provenance.machine() and "fast" not in first
+
+
 def test_command_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/somewhere/ablate/__main__.py", "run", "sampling.stop=[a, b]"])
     assert provenance.command() == "python -m ablate run 'sampling.stop=[a, b]'"

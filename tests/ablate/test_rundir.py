@@ -64,7 +64,7 @@ def test_config_file(directory: CellDir, cell: plan.Cell) -> None:
     stored = directory.read_config()
     assert stored is not None
     assert stored["hash"] == cell.hash and stored["experiment"] == "default"
-    assert stored["cell"] == {"name": cell.name, "variant": "reference", "seed": 0, "point": {}}
+    assert stored["cell"] == {"name": cell.name, "variant": "reference", "seed": 0, "point": {}, "axes": {}}
     assert stored["config"] == config.to_dict(cell.config)
 
 
