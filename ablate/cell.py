@@ -63,6 +63,7 @@ def run_cell(cell: Cell, directory: CellDir, on_step: OnStep) -> dict[str, Any]:
             loss_backend=config.loss.backend,
             loss_precision=config.loss.precision,
             reward_timeout=config.rewards.timeout,
+            exact_kl_every=config.train.exact_kl_every,
         )
         trainer.engine = engines.get(config, trainer, live)
         with tracking.wandb_run(cell, directory) as tracked:

@@ -71,6 +71,7 @@ class TrainConfig:
     keep_checkpoint: bool = _key(False, "keep the last checkpoint of a finished cell")
     rollouts_every: int = _key(1, "steps between stored rollouts; 0 = none")
     adapter_every: int = _key(0, "steps between stored policies beside the rollouts; 0 = none")
+    exact_kl_every: int = _key(0, "steps between measurements of the KL over the whole vocabulary; 0 = none")
 
 
 @dataclass
@@ -315,6 +316,7 @@ def validate(config: Config) -> None:
         ("train.checkpoint_every", train.checkpoint_every, 0),
         ("train.rollouts_every", train.rollouts_every, 0),
         ("train.adapter_every", train.adapter_every, 0),
+        ("train.exact_kl_every", train.exact_kl_every, 0),
         ("eval.every", config.eval.every, 0),
         ("eval.prompts", config.eval.prompts, 1),
         ("threads", config.threads, 1),
@@ -332,6 +334,11 @@ def validate(config: Config) -> None:
     if loss.epsilon_high is not None and loss.epsilon is None:
         raise ConfigError(
             "loss.epsilon_high is set but loss.epsilon is null, so nothing is clipped: set loss.epsilon too"
+        )
+    if train.exact_kl_every and loss.beta == 0 and not train.lora and config.grid.get("train.lora") is None:
+        raise ConfigError(
+            f"train.exact_kl_every={train.exact_kl_every}: with loss.beta=0 and no adapter there is no reference "
+            "to measure the KL to: set train.exact_kl_every=0, or train.lora=true"
         )
     completions = train.prompts_per_step * train.num_generations
     if train.micro_batch_size is not None and completions % train.micro_batch_size:

@@ -17,7 +17,7 @@ from torch import Tensor
 from losses import Metric
 
 # Parts of a step that are timed; what is left of it, the optimizer's step, logging and checkpoints, is `optimizer`.
-PARTS = ("rollout", "sync", "reward", "old_logps", "reference", "loss")
+PARTS = ("rollout", "sync", "reward", "old_logps", "reference", "loss", "exact_kl")
 
 
 class Meter:

@@ -66,11 +66,14 @@ METRICS = (
     "time/old_logps",
     "time/reference",  # the reference's log-probs, or its hidden states
     "time/loss",  # forward and backward
+    "time/exact_kl",  # kl_exact/*, on the steps that measure them
     "time/optimizer",  # and all that is left
 )
 # As METRICS, where there is something to tell.
 OPTIONAL_METRICS = (
     "gpu/busy",  # share of the step in which the GPU ran kernels, 0 to 1
+    "kl_exact/reverse",  # KL(policy || reference) over the vocabulary, mean over tokens, nats; every few steps
+    "kl_exact/forward",  # KL(reference || policy)
 )
 
 # rollouts/*.parquet, one row per completion; lists are per token of the completion, padding removed

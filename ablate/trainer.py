@@ -2,8 +2,8 @@
 
 What is changed, and where:
 
-- `_get_per_token_logps_and_entropies` and `_compute_loss` run one path, `losses`' product of hidden states and LM head,
-  so that policy, old and reference log-probs of the same weights are equal to the bit on a CPU.
+- Log-probs and loss run one path (`ablate.scoring`), `losses`' product of hidden states and LM head, so that policy,
+  old and reference log-probs of the same weights are equal to the bit on a CPU.
 - Old and reference log-probs are computed after TRL has shuffled and split the generation batch, on the micro-batches
   as the loss will see them: the same tensors in the same shapes, whatever the accumulation.
 - Advantages come from the variant's hook or `losses.group_advantages`.
@@ -14,35 +14,36 @@ What is changed, and where:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import set_seed
-from trl import GRPOTrainer
-from trl.trainer.utils import use_adapter
 
 import losses
-from ablate import lm_head, measure, mismatch, trl_options
-from ablate.generation import EpochSampler, Generation, extra_inputs, loss_mask, normalise
+from ablate import measure, mismatch, trl_options
+from ablate.generation import EpochSampler, Generation, loss_mask, normalise
 from ablate.rewards import checked
 from ablate.rollout import SYNC, Engine, Rollout, derive_seed
+from ablate.scoring import ScoringTrainer
 
 
-class AblationTrainer(GRPOTrainer):
+class AblationTrainer(ScoringTrainer):
     """A GRPOTrainer whose loss is a registered variant.
 
     Args:
         loss_variant: a name of `losses.names()`; None: what `args.loss_type` and `args.importance_sampling_level` name.
         loss_params: parameters of the variant beside or instead of GRPOConfig's (`{"epsilon": None}`: no clipping).
         loss_backend: see `losses.linear_policy_loss`. loss_precision: likewise.
+        exact_kl_every: steps between measurements of the divergences from the reference over the whole vocabulary
+            (`kl_exact/reverse`, `kl_exact/forward`), at the positions of the loss; 0: none. It changes nothing else.
         engine: draws the completions; None: TRL's own generation (vLLM included).
         reward_timeout: seconds that a reward function gets for a batch; see `ablate.rewards.checked`.
         on_generation: called with the `Generation` of every batch of rollouts, after its log-probs are known.
 
-    Everything else is GRPOTrainer's. Raises ValueError where GRPOConfig holds a loss option that would have no effect.
+    Everything else is GRPOTrainer's. Raises ValueError where GRPOConfig holds a loss option that would have no effect,
+    and where there is no reference to be had.
     """
 
     _tag_names = ["trl", "grpo", "grpo-ablation"]
@@ -52,8 +53,6 @@ class AblationTrainer(GRPOTrainer):
         *args: Any,
         loss_variant: str | None = None,
         loss_params: dict[str, Any] | None = None,
-        loss_backend: str = "auto",
-        loss_precision: str = "auto",
         engine: Engine | None = None,
         on_generation: Callable[[Generation], None] | None = None,
         reward_timeout: float | None = None,
@@ -64,18 +63,6 @@ class AblationTrainer(GRPOTrainer):
         self.loss_params = trl_options.loss_params(self.args, self.variant.name, loss_params)
         self.engine, self.on_generation = engine, on_generation
         self.reward_funcs: list[Any] = list(map(checked, self.reward_funcs, self.reward_func_names))
-        model = self.accelerator.unwrap_model(self.model)
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        lm_head.attach(base)
-        if self.ref_model is not None:
-            lm_head.attach(self.ref_model)
-        self._head_options = {
-            **lm_head.logit_options(base.config),
-            "temperature": self.temperature,
-            "backend": loss_backend,
-            "precision": loss_precision,
-        }
-        self._scoring = False  # TRL is generating and scoring: it gets no log-probs yet
         self._generation: Generation | None = None
         self._empty: list[bool] = []  # completions of the generation at hand that hold no token
         self._sampling_seed: int | None = None
@@ -87,72 +74,6 @@ class AblationTrainer(GRPOTrainer):
         self._start = measure.snapshot(self.model)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self._meter.timed("sync", self.vllm_generation.sync_weights)
-
-    # ---- log-probs: one path for policy, old and reference
-
-    def _with_head(self, model: Any, batch: dict[str, Tensor], function: Callable[..., Any]) -> Any:
-        """function(hidden (B, T, H) that predicts the completion, LM head weight, bias), inside the model's forward."""
-        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-        attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-        length = batch["completion_ids"].shape[1]
-
-        def on_hidden(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-            return function(hidden[:, -length - 1 : -1], weight, bias)
-
-        with self.accelerator.autocast():
-            return model(input_ids=ids, attention_mask=attention, on_hidden=on_hidden, **extra_inputs(batch))
-
-    def _logps(self, model: Any, batch: dict[str, Tensor], entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        return self._with_head(model, batch, lambda *head: self._head_logps(batch, *head, entropy=entropy))
-
-    def _head_logps(
-        self, batch: dict[str, Tensor], hidden: Tensor, weight: Tensor, bias: Tensor | None, *, entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        return losses.logps_and_entropy(
-            hidden,
-            weight,
-            batch["completion_ids"],
-            lm_head_bias=bias,
-            completion_mask=loss_mask(batch),
-            entropy=entropy,
-            **self._head_options,
-        )
-
-    def _get_per_token_logps_and_entropies(
-        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
-    ):
-        """TRL's method on the same path. While TRL scores a generation it gets None: see `_finish_generation`."""
-        if self._scoring:
-            return None, None, None
-        if kwargs.pop("compute_aux_loss", False):
-            raise ValueError("output_router_logits: the load-balancing loss of mixture models is not added")
-        prompt = input_ids.shape[1] - logits_to_keep
-        logps: list[Tensor] = []
-        entropies: list[Tensor] = []
-        size = batch_size or len(input_ids)
-        for start in range(0, len(input_ids), size):
-            ids, attention = input_ids[start : start + size], attention_mask[start : start + size]
-            batch = {
-                "prompt_ids": ids[:, :prompt],
-                "completion_ids": ids[:, prompt:],
-                "prompt_mask": attention[:, :prompt],
-                "completion_mask": attention[:, prompt:],
-            }
-            logp, entropy = self._logps(model, batch, compute_entropy)
-            logps.append(logp)
-            if entropy is not None:
-                entropies.append(entropy)
-        return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
-
-    @contextmanager
-    def _reference(self) -> Iterator[Any]:
-        """The reference: a copy of the start, or the policy with its adapter off (or its own 'ref' adapter on)."""
-        if self.ref_model is not None:
-            yield self.ref_model
-        else:
-            peft_model = self.accelerator.unwrap_model(self.model)
-            with use_adapter(peft_model, "ref" if "ref" in peft_model.peft_config else None):
-                yield self.model
 
     # ---- rollouts
 
@@ -281,10 +202,15 @@ class AblationTrainer(GRPOTrainer):
     # ---- the loss
 
     def _compute_loss(self, model, inputs):
-        ref_hidden = ref_weight = ref_bias = None
+        loss_reference = kl_reference = None
         ref_logps = inputs.get("ref_per_token_logps")
         if self.variant.vocabulary is not None and self.beta != 0:
-            ref_hidden, ref_weight, ref_bias, ref_logps = self._reference_head(inputs)
+            with self._meter.time("reference"):
+                loss_reference, ref_logps = self._reference_head(inputs, logps=True)
+        if self._is_exact_kl_due():
+            with self._meter.time("exact_kl"), self._apart():
+                kl_reference = loss_reference or self._reference_head(inputs, logps=False)[0]
+        ref_hidden, ref_weight, ref_bias = loss_reference or (None, None, None)
         group = inputs["row"] // self.num_generations if "row" in inputs else None
         loss_inputs = losses.LossInputs(
             completion_ids=inputs["completion_ids"],
@@ -312,6 +238,9 @@ class AblationTrainer(GRPOTrainer):
                 **self.loss_params,
             )
             self._pooled["train" if self.model.training else "eval"].add(out.metrics)
+            if kl_reference is not None:
+                with self._meter.time("exact_kl"):
+                    self._pooled["train"].add(self._exact_kl(inputs, kl_reference, hidden, weight, bias))
             if "row" in inputs and self.model.training:
                 self._compare(inputs["row"], out.per_token_logps)
             return out.loss
@@ -329,15 +258,6 @@ class AblationTrainer(GRPOTrainer):
         # A token that the sampler could not score counts as drawn from the policy.
         old = inputs.get("old_per_token_logps")
         return torch.where(torch.isnan(sampling), old, sampling) if old is not None else sampling
-
-    def _reference_head(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """Hidden states (B, T, H), LM head weight and bias, and log-probs (B, T) of the reference, for the metrics."""
-
-        def everything(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-            return hidden, weight, bias, self._head_logps(inputs, hidden, weight, bias)[0]
-
-        with torch.no_grad(), self._meter.time("reference"), self._reference() as model:
-            return self._with_head(model, inputs, everything)
 
     # ---- steps and logs
 

@@ -154,6 +154,14 @@ def test_lora_trains_an_adapter_and_stores_the_policy_that_drew(tmp_path: Path) 
         assert (policy / "adapter_model.safetensors").is_file() and not list(policy.glob("*.bin"))
 
 
+def test_the_exact_kl_reaches_the_metrics(tmp_path: Path) -> None:
+    directory, _ = run(tmp_path, "train.exact_kl_every=2", "train.steps=4", "learning_rate=5e-3")
+    rows = directory.metrics()
+    for name in ("kl_exact/reverse", "kl_exact/forward"):
+        assert [name in row for row in rows] == [False, True, False, True]
+        assert rows[1][name] == 0 < rows[3][name]  # the first step's learning rate is 0
+
+
 def test_clipping_and_sampling_options_reach_the_run(tmp_path: Path) -> None:
     directory, _ = run(
         tmp_path, "epsilon=0.01", "train.num_iterations=2", "sampling.temperature=0.8", "learning_rate=5e-3"
