@@ -84,6 +84,10 @@ REFUSED: dict[str, str] = {
     "trl.do_predict": "set eval.every",
     "sampling.max_length": "set train.max_completion_length",
     "sampling.transformers_version": "it is no sampling option",
+    "wandb.id": "every cell is a run of its own, which a resumed cell finds again",
+    "wandb.name": "runs are named after their cells; set wandb.group for the sweep",
+    "wandb.resume": "a resumed cell goes on in its run",
+    "wandb.config": "the config of a run is that of its cell",
 }
 
 
@@ -96,7 +100,7 @@ def canonical(key: str) -> str:
         return SAME[key]
     option = ".".join(key.split(".")[:2])
     if option in REFUSED:
-        raise ConfigError(f"{key} is not set through TRL or the engine here: {REFUSED[option]}")
+        raise ConfigError(f"{key} cannot be set: {REFUSED[option]}")
     if key.startswith("trl.generation_kwargs."):
         return canonical("sampling." + key.removeprefix("trl.generation_kwargs."))
     if key == "trl.generation_kwargs":

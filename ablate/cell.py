@@ -66,7 +66,7 @@ def run_cell(cell: Cell, directory: CellDir, on_step: OnStep) -> dict[str, Any]:
             exact_kl_every=config.train.exact_kl_every,
         )
         trainer.engine = engines.get(config, trainer, live)
-        with tracking.wandb_run(cell, directory) as tracked:
+        with tracking.tracked(cell, directory, trainer) as tracked:
             summary = _Run(cell, directory, on_step, trainer, task, loaded, dataset).run()
             tracking.log_summary(tracked, summary)
         return summary
@@ -109,11 +109,10 @@ def grpo_config(cell: Cell, output_dir: Path, device: str, task_length: int) -> 
         "save_strategy": "steps" if train.checkpoint_every else "no",
         "save_steps": _checkpoint_every(config),
         "save_total_limit": 1,
-        "report_to": ["wandb"] if config.wandb else [],
         "run_name": cell.name,
         "disable_tqdm": True,
     }
-    return GRPOConfig(**{**values, **config.trl})
+    return GRPOConfig(**{**values, **config.trl, "report_to": tracking.trackers(config)})
 
 
 def _checkpoint_every(config: Config) -> int:
@@ -211,6 +210,7 @@ class _Run:
             scores = self.task.evaluate(context)
         model.train(training)
         self.directory.append_eval({schema.STEP: step, **{schema.EVAL_PREFIX + k: v for k, v in scores.items()}})
+        tracking.log_scores(trainer, scores)
 
     def _store_rollouts(self, generation: Generation) -> None:
         train = self.cell.config.train

@@ -18,22 +18,10 @@ from omegaconf import OmegaConf
 from ablate import aliases
 from ablate.errors import ConfigError, nearest
 from ablate.schema import FOUNDING as FOUNDING
+from ablate.schema import is_execution
 
 OPEN_GROUPS = ("trl", "peft", "sampling", "vllm", "wandb", "task_options", "loss.params")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # under these names in every engine
-NO_AXIS = (
-    "experiment",
-    "variants",
-    "variants_all",
-    "seeds",
-    "grid",
-    "points",
-    "out",
-    "jobs",
-    "threads",
-    "retries",
-    "wandb",
-)
 MOST_CELLS = 1_000  # of one variant: more is a slip of the pen, and planning them would take minutes
 AXES = ("grid", "points")  # these hold keys of the schema themselves
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
@@ -90,7 +78,7 @@ class Schema:
         """The schema key that a written name stands for. Raises ConfigError with the nearest names."""
         if written.startswith("grid."):
             key = self.resolve(written.removeprefix("grid."))
-            if key.split(".")[0] in NO_AXIS:
+            if is_execution(key):
                 raise ConfigError(f"{written}: {key} cannot be an axis of the grid{axis_hint(key)}")
             return "grid." + key
         if written in self.leaves or written in AXES:
@@ -147,7 +135,7 @@ def _own_params() -> list[str]:
 
 
 def axis_hint(key: str) -> str:
-    """Why a key of NO_AXIS is no axis, as the end of a message."""
+    """Why a key that says how cells run is no axis, as the end of a message."""
     return {
         "seeds": ": seeds are an axis already (seeds=0,1,7)",
         "variants": ": variants are an axis already (variants=a,b)",

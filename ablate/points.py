@@ -13,6 +13,7 @@ from typing import Any
 
 from ablate import keys
 from ablate.errors import ConfigError, unknown
+from ablate.schema import is_execution
 
 AXIS = "point"  # what the axis is called in cells and tables
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")  # it becomes part of a folder's name
@@ -54,7 +55,7 @@ def _point(schema: keys.Schema, name: str, body: Any) -> dict[str, keys.Setting]
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     for key, setting in found.items():
-        if key.split(".")[0] in keys.NO_AXIS:
+        if is_execution(key):
             raise ConfigError(f"{where}: {setting.written} cannot be set by a point{keys.axis_hint(key)}")
     return found
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ablate import config as configs
-from ablate import files, plan, resolve, rundir, schema
+from ablate import files, plan, resolve, rundir, schema, tracking
 from ablate.config import Config
 from ablate.errors import ConfigError, RunFileError
 from ablate.launchers import CELL_FUNCTION, Launcher
@@ -126,6 +126,12 @@ def run(config: Config, *, console: Console | None = None, function: str = CELL_
         console.print("interrupted: run the same command again to go on from the last checkpoints", highlight=False)
         return INTERRUPTED
     reported = report(folder, console)
+    if reported:
+        try:
+            tracking.log_comparison(config, [item.cell for item in planned], folder)
+        except Exception as error:  # no network, a full disk: the report is there all the same
+            text = f"no comparison in wandb: {type(error).__name__}: {error}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
     for name, failure in board.failed.items():
         tail = "\n".join(failure["traceback"].rstrip().splitlines()[-TRACEBACK_LINES:])
         if failure["message"] not in tail:

@@ -114,9 +114,15 @@ EXECUTION_KEYS = (
     "wandb",
 )
 
+    "trl.report_to",
 
 def deciding(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The keys of a config dict, flat ("train.steps"), that decide a cell's numbers: all but EXECUTION_KEYS."""
+def is_execution(key: str) -> bool:
+    """Whether a key of the config, `a.b.c`, is one of EXECUTION_KEYS or lies below one."""
+    return any(key == execution or key.startswith(execution + ".") for execution in EXECUTION_KEYS)
+
+
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,39 +170,6 @@ def test_clipping_and_sampling_options_reach_the_run(tmp_path: Path) -> None:
     assert max(row["clip_ratio/region_mean"] for row in directory.metrics()) > 0
     config = json.loads((directory.path / schema.CONFIG_FILE).read_text())
     assert config["config"]["sampling"]["temperature"] == 0.8
-
-
-def leveldb_log(data: bytes, block: int = 1 << 15, header: int = 7) -> Iterator[bytes]:
-    """Records of a wandb file: LevelDB's log format in blocks of 32 KiB, after a head of 7 bytes."""
-    position, parts = header, []
-    while position + header <= len(data):
-        left = block - position % block
-        if left < header:
-            position += left
-            continue
-        length, kind = struct.unpack_from("<HB", data, position + 4)
-        parts.append(data[position + header : position + header + length])
-        position += header + length
-        if kind in (1, 4):  # whole, or last part
-            yield b"".join(parts)
-            parts = []
-
-
-def test_wandb_logs_every_reward_curve_offline(tmp_path: Path) -> None:
-    """One offline run per cell, in the experiment's group; the run files are complete without it."""
-    wandb_internal = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    directory, _ = run(tmp_path, "wandb.project=ablation", "wandb.mode=offline", "train.steps=2")
-    (stored,) = directory.path.glob("wandb/offline-run-*/run-*.wandb")
-    keys: set[str] = set()
-    group = ""
-    for data in leveldb_log(stored.read_bytes()):
-        record = wandb_internal.Record()
-        record.ParseFromString(data)
-        keys |= {item.key or "/".join(item.nested_key) for item in record.history.item}
-        group = record.run.run_group or group
-    assert group == "default"
-    assert {"train/rewards/correct/mean", "train/kl", "train/loss"} <= keys
-    assert len(directory.metrics()) == 2
 
 
 def test_a_reward_function_that_throws_stops_the_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
