@@ -73,6 +73,7 @@ METRICS = (
 OPTIONAL_METRICS = (
     "gpu/busy",  # share of the step in which the GPU ran kernels, 0 to 1
     "kl_exact/reverse",  # KL(policy || reference) over the vocabulary, mean over tokens, nats; every few steps
+    "skipped_steps",  # float16: 1 where GradScaler left the step out because a gradient was not finite
     "kl_exact/forward",  # KL(reference || policy)
 )
 

@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
 import losses
-from ablate import lm_head
+from ablate import fp16, lm_head
 from ablate.generation import extra_inputs, loss_mask
 
 # What the reference's pass gives a micro-batch: hidden (B, T, H), LM head weight (V, H), bias (V,) or None.
@@ -43,6 +43,8 @@ class ScoringTrainer(GRPOTrainer):
         given = inspect.signature(GRPOTrainer.__init__).bind_partial(self, *args, **kwargs).arguments
         _check_reference(given["model"], given.get("args"), given.get("peft_config"), exact_kl_every)
         super().__init__(*args, **kwargs)
+        if self.args.fp16:
+            fp16.prepare(self)
         model = self.accelerator.unwrap_model(self.model)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         lm_head.attach(base)
@@ -124,11 +126,15 @@ class ScoringTrainer(GRPOTrainer):
     def _reference_head(self, batch: dict[str, Any], logps: bool) -> tuple[ReferenceHead, Tensor | None]:
         """The reference's side of a micro-batch and, on request, its log-probs (B, T); without gradient."""
 
-        def everything(*head: Any) -> Any:
-            return head, self._head_logps(batch, *head)[0] if logps else None
+        kept: list[Any] = []  # not the forward's result: accelerate makes that float32, the head's weight with it
+
+        def keep(hidden: Tensor, *head: Any) -> Tensor:
+            kept.append(((hidden, *head), self._head_logps(batch, hidden, *head)[0] if logps else None))
+            return hidden.new_zeros(())
 
         with torch.no_grad(), self._reference() as model:
-            return self._with_head(model, batch, everything)
+            self._with_head(model, batch, keep)
+        return kept[0]
 
     def _is_exact_kl_due(self) -> bool:
         """Whether the step under way measures the exact divergences."""

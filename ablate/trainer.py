@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import set_seed
 
 import losses
-from ablate import measure, mismatch, trl_options
+from ablate import fp16, measure, mismatch, trl_options
 from ablate.generation import EpochSampler, Generation, loss_mask, normalise
 from ablate.rewards import checked
 from ablate.rollout import SYNC, Engine, Rollout, derive_seed
@@ -72,6 +72,9 @@ class AblationTrainer(ScoringTrainer):
         self._pooled = {"train": measure.Pool(), "eval": measure.Pool()}
         self._meter = measure.Meter(self.accelerator.device)
         self._start = measure.snapshot(self.model)
+        self._skipped = fp16.SkippedSteps(self.accelerator.scaler)
+        if self.args.fp16:
+            self.add_callback(self._skipped)
         if self.use_vllm:
             self.vllm_generation.sync_weights = self._meter.timed("sync", self.vllm_generation.sync_weights)
 
@@ -291,5 +294,7 @@ class AblationTrainer(ScoringTrainer):
                     f"the weights are not finite after step {self.state.global_step}: lower the learning rate"
                 )
             figures |= {"weight_distance": moved, **self._meter.flush()}
+            if self.args.fp16:
+                figures["skipped_steps"] = self._skipped.flush()
         self._metrics[mode].update({name: [value] for name, value in figures.items()})
         super().log(logs, start_time)
