@@ -1,13 +1,14 @@
 """Names of the files and columns of a run: what `ablate` writes and `analysis` reads.
 
     runs/<experiment>/<cell>/
-        config.json     {"hash", "experiment", "cell": {"name", "variant", "seed", "point"}, "config": {...}}
+        config.json     {"hash", "experiment", "cell": {"name", "variant", "seed", "point", "axes"}, "config": {...}}
         env.json        provenance (ablate.provenance) and the hashes that prove the pairing
         metrics.jsonl   one object per optimizer step, keys below
         eval.jsonl      one object per evaluation: {"step", "eval/<name>": float, ...}
         rollouts/       step-000001.parquet, one row per completion, columns ROLLOUT_COLUMNS
         checkpoint/     what a resume needs; removed once the cell is done unless it is kept on request
-        done.json       written last: {"hash", "seconds", "steps", "eval": {...}, "pairing": {...}, "finished_at"}
+        done.json       written last: {"hash", "seconds" (of all steps), "wall_seconds", "steps", "eval": {...},
+                        "pairing": {...}, "finished_at"}
         failed.json     {"hash", "type", "message", "traceback", "step"} of the last failure, removed on success
         replay/         step-000001/{replay.json, table.md, table.csv, cosine.png, cosine.svg}, of `ablate replay`
     runs/<experiment>/report/   table.md, table.csv, table.tex, *.png, *.svg, report.html
@@ -72,8 +73,8 @@ METRICS = (
 # As METRICS, where there is something to tell.
 OPTIONAL_METRICS = (
     "gpu/busy",  # share of the step in which the GPU ran kernels, 0 to 1
-    "kl_exact/reverse",  # KL(policy || reference) over the vocabulary, mean over tokens, nats; every few steps
     "skipped_steps",  # float16: 1 where GradScaler left the step out because a gradient was not finite
+    "kl_exact/reverse",  # KL(policy || reference) over the vocabulary, mean over tokens, nats; every few steps
     "kl_exact/forward",  # KL(reference || policy)
 )
 
@@ -113,17 +114,17 @@ EXECUTION_KEYS = (
     "threads",
     "retries",
     "wandb",
+    "trl.report_to",
 )
 
-    "trl.report_to",
 
-def deciding(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The keys of a config dict, flat ("train.steps"), that decide a cell's numbers: all but EXECUTION_KEYS."""
 def is_execution(key: str) -> bool:
     """Whether a key of the config, `a.b.c`, is one of EXECUTION_KEYS or lies below one."""
     return any(key == execution or key.startswith(execution + ".") for execution in EXECUTION_KEYS)
 
 
+def deciding(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The keys of a config dict, flat ("train.steps"), that decide a cell's numbers: all but EXECUTION_KEYS."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
