@@ -96,3 +96,14 @@ def normalise(batches: list[dict[str, Any]], window: int, accelerator: Any) -> N
         counts = counts if whole else counts * window
         for batch in part:
             batch["num_items"], batch["num_sequences"] = counts[0], counts[1]
+
+
+def length_figures(lengths: Tensor, ended: Tensor) -> dict[str, float]:
+    """TRL's metrics of completions (B,) by whether they ended or were cut; 0 where none ended."""
+    whole = lengths[ended].double() if ended.any() else torch.zeros(1)
+    return {
+        "completions/clipped_ratio": 1 - ended.double().mean().item(),
+        "completions/mean_terminated_length": whole.mean().item(),
+        "completions/min_terminated_length": whole.min().item(),
+        "completions/max_terminated_length": whole.max().item(),
+    }

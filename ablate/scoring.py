@@ -57,7 +57,7 @@ class ScoringTrainer(GRPOTrainer):
             "backend": loss_backend,
             "precision": loss_precision,
         }
-        self._scoring = False  # TRL is generating and scoring: it gets no log-probs yet
+        self._scoring = False  # within `_unscored`
 
     def _with_head(self, model: Any, batch: dict[str, Tensor], function: Callable[..., Any]) -> Any:
         """function(hidden (B, T, H) that predicts the completion, LM head weight, bias), inside the model's forward."""
@@ -90,7 +90,7 @@ class ScoringTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
     ):
-        """TRL's method on the same path. While TRL scores a generation it gets None: AblationTrainer does it later."""
+        """TRL's method on the same path; None within `_unscored`."""
         if self._scoring:
             return None, None, None
         if kwargs.pop("compute_aux_loss", False):
@@ -112,6 +112,16 @@ class ScoringTrainer(GRPOTrainer):
             if entropy is not None:
                 entropies.append(entropy)
         return torch.cat(logps), torch.cat(entropies) if compute_entropy else None, None
+
+    @contextmanager
+    def _unscored(self) -> Iterator[None]:
+        """TRL generates and takes rewards inside, with no log-probs and so no ratio to those of its vLLM."""
+        self._scoring, self.vllm_importance_sampling_correction = True, False
+        try:
+            yield
+        finally:
+            self._scoring = False
+            self.vllm_importance_sampling_correction = self.args.vllm_importance_sampling_correction
 
     @contextmanager
     def _reference(self) -> Iterator[Any]:

@@ -23,7 +23,7 @@ from transformers import set_seed
 
 import losses
 from ablate import fp16, measure, mismatch, trl_options
-from ablate.generation import EpochSampler, Generation, loss_mask, normalise
+from ablate.generation import EpochSampler, Generation, length_figures, loss_mask, normalise
 from ablate.rewards import checked
 from ablate.rollout import SYNC, Engine, Rollout, derive_seed
 from ablate.scoring import ScoringTrainer
@@ -65,6 +65,7 @@ class AblationTrainer(ScoringTrainer):
         self.reward_funcs: list[Any] = list(map(checked, self.reward_funcs, self.reward_func_names))
         self._generation: Generation | None = None
         self._empty: list[bool] = []  # completions of the generation at hand that hold no token
+        self._ended: list[bool] = []  # and those that came to an end of their own
         self._sampling_seed: int | None = None
         self._mismatch: mismatch.Comparison | None = None  # of the generation at hand
         self._drawn: Rollout | None = None  # what the engine gave for the generation at hand
@@ -99,11 +100,8 @@ class AblationTrainer(ScoringTrainer):
         # Shuffling, dropout and TRL's own sampling draw from the global generators: set here, a resume finds the same.
         set_seed(derive_seed(self.args.seed, "step", self.state.global_step, self.accelerator.process_index) % 2**32)
         with self._meter.time("rollout"):
-            self._scoring = not self.use_vllm
-            try:
+            with self._unscored():
                 inputs = super()._prepare_inputs(generation_batch)
-            finally:
-                self._scoring = False
             self._finish_generation(self._buffered_inputs)
         return inputs
 
@@ -136,13 +134,34 @@ class AblationTrainer(ScoringTrainer):
         self._scored = (prompts, completions, rewards, [len(ids) for ids in completion_ids_list])
         return rewards
 
+    def _generate(self, prompts):
+        """TRL's, with the engine's word on which completions ended: one may do so at a stop string."""
+        output = super()._generate(prompts)
+        ids = output[1]
+        if self._drawn is None or self._drawn.finished is None or self.tools:
+            ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
+            self._ended = [row[-1] in ends for row in ids]
+        else:
+            self._ended = self._drawn.finished
+            lengths = torch.tensor([len(row) for row in ids], device=self.accelerator.device)
+            ended = torch.tensor(self._ended, device=self.accelerator.device)
+            for name, value in length_figures(*map(self.accelerator.gather, (lengths, ended))).items():
+                self._metrics["train" if self.model.training else "eval"][name][-1] = value
+        return output
+
     def _generate_and_score_completions(self, inputs):
         self._empty = [False] * len(inputs)
         self._sampling_seed = self._drawn = None
-        output = super()._generate_and_score_completions(inputs)
+        masks: bool = self.args.mask_truncated_completions
+        self.mask_truncated_completions = False  # TRL would look at end tokens alone
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            self.mask_truncated_completions = masks
         output["row"] = torch.arange(len(inputs), device=output["advantages"].device)
-        empty = torch.tensor(self._empty, device=output["row"].device)
-        output["completion_mask"] = output["completion_mask"].masked_fill(empty.unsqueeze(1), 0)
+        left_out = [empty or (masks and not ended) for empty, ended in zip(self._empty, self._ended, strict=True)]
+        rows = torch.tensor(left_out, device=output["row"].device)
+        output["completion_mask"] = output["completion_mask"].masked_fill(rows.unsqueeze(1), 0)
         return output
 
     def _finish_generation(self, batches: list[dict[str, Any]]) -> None:
@@ -214,7 +233,8 @@ class AblationTrainer(ScoringTrainer):
             with self._meter.time("exact_kl"), self._apart():
                 kl_reference = loss_reference or self._reference_head(inputs, logps=False)[0]
         ref_hidden, ref_weight, ref_bias = loss_reference or (None, None, None)
-        group = inputs["row"] // self.num_generations if "row" in inputs else None
+        group_size = self.num_generations if self.model.training else self.num_generations_eval
+        group = inputs["row"] // group_size if "row" in inputs else None
         loss_inputs = losses.LossInputs(
             completion_ids=inputs["completion_ids"],
             completion_mask=loss_mask(inputs),

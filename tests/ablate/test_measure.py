@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from ablate import measure
+from ablate import measure, schema
 from ablate.measure import Busy, Meter
 
 
@@ -67,6 +67,20 @@ def test_an_evaluation_is_no_part_of_the_step(before: int, after: int, peak: int
     assert meter.flush()["peak_memory_bytes"] == after
 
 
+def test_the_peak_of_a_rollout_is_apart_from_the_steps(clock: Clock) -> None:
+    meter = Scripted(torch.device("cpu"))
+    meter.use(10)
+    with meter.time("rollout"):
+        meter.use(500)
+        meter.use(20)
+    with meter.time("loss"):
+        meter.use(300)
+    step = meter.flush()
+    assert (step["memory/rollout_peak_bytes"], step["memory/step_peak_bytes"]) == (500, 300)
+    assert step["peak_memory_bytes"] == 500
+    assert "memory/rollout_peak_bytes" not in meter.flush(), "a step without a rollout"
+
+
 def test_parts_within_parts_add_up_to_the_step(clock: Clock) -> None:
     meter = Scripted(torch.device("cpu"))
     synced = meter.timed("sync", lambda: clock.sleep(3))
@@ -84,9 +98,9 @@ def test_parts_within_parts_add_up_to_the_step(clock: Clock) -> None:
         meter.steps += 1
     step = meter.flush()
     parts = {name.removeprefix("time/"): value for name, value in step.items() if name.startswith("time/")}
-    assert parts == {
-        "rollout": 6, "sync": 7, "reward": 2, "old_logps": 0, "reference": 0, "loss": 20, "optimizer": 5
-    }  # fmt: skip
+    spent = {"rollout": 6, "sync": 7, "reward": 2, "loss": 20, "optimizer": 5}
+    assert parts == dict.fromkeys(measure.PARTS, 0) | spent
+    assert {f"time/{name}" for name in parts} == {name for name in schema.METRICS if name.startswith("time/")}
     assert (step["step_time"], step["tokens_per_second"]) == (40, 120 / 80)
     assert meter.flush()["step_time"] == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
+from trl.trainer import grpo_trainer
 
 from ablate import config as configs
 from ablate.errors import ConfigError
 from ablate.generation import loss_mask
 from ablate.models.tiny import TinySettings, tiny_model
+from ablate.rollout import Rollout
+from ablate.scoring import ScoringTrainer
 from ablate.trainer import AblationTrainer
 from tests.ablate.training import Scripted, history, make, weights
 
@@ -139,3 +143,71 @@ def test_a_model_that_was_never_saved_has_no_reference(
         )
         trainer.train()
         assert len(history(trainer, "loss")) == 3
+
+
+class InProcess:
+    """What TRL makes of its vLLM: scripted completions and log-probs."""
+
+    every = 1  # steps between generations
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.synced, self.drawn = 0, 0
+
+    def sync_weights(self) -> None:
+        time.sleep(0.05)
+        self.synced += 1
+
+    def generate(self, prompts: Any, **kwargs: Any) -> Any:
+        rollout = Sampled().generate(None, prompts, seed=0, step=self.drawn * self.every, num_generations=4)
+        self.drawn += 1
+        return None, rollout.completion_ids, [[[x] for x in row] for row in rollout.logps or []], None
+
+
+class Sampled(Scripted):
+    """Scripted completions with log-probs."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Rollout:
+        rows = super().generate(*args, **kwargs).completion_ids
+        return Rollout(rows, [[-1.5 - 0.1 * i for i in range(len(row))] for row in rows])
+
+
+@pytest.mark.parametrize("steps_per_generation", [1, 2])
+def test_nothing_is_scored_twice_under_trls_own_vllm(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps_per_generation: int
+) -> None:
+    """Passes of policy and reference, and all figures, are those of an engine that draws the same."""
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", InProcess)
+    monkeypatch.setattr(InProcess, "every", steps_per_generation)
+    passes: list[tuple[str, str]] = []
+    with_head = ScoringTrainer._with_head
+
+    def counted(self: Any, model: Any, *args: Any) -> Any:
+        passes.append((self.run, "reference" if model is self.ref_model else "policy"))
+        return with_head(self, model, *args)
+
+    monkeypatch.setattr(ScoringTrainer, "_with_head", counted)
+    runs: list[Any] = []
+    for name, engine in (("engine", Sampled()), ("vllm", None)):
+        config = {"steps_per_generation": steps_per_generation, "per_device_train_batch_size": 16, "max_steps": 3}
+        config |= {"vllm_importance_sampling_mode": "sequence_truncate", "use_vllm": engine is None}
+        trainer = make(
+            AblationTrainer, folder, tmp_path / name, loss_variant="reference", engine=engine,
+            config={**config, "num_generations": 4, "learning_rate": 1e-2},
+        )  # fmt: skip
+        trainer.run = name
+        trainer.train()
+        assert trainer.vllm_importance_sampling_correction
+        runs.append(trainer)
+    count = {key: passes.count(key) for key in set(passes)}
+    assert count["vllm", "reference"] == count["engine", "reference"] > 0
+    assert count["vllm", "policy"] == count["engine", "policy"] > 0
+    rows = [[row for row in run.state.log_history if "loss" in row] for run in runs]
+    clock = ("time/", "step_time", "tokens_per_second", "peak_memory")
+    for ours, trls in zip(*rows, strict=True):
+        assert {k: v for k, v in trls.items() if not k.startswith(clock)} == {
+            k: v for k, v in ours.items() if not k.startswith(clock)
+        }
+        assert trls["sampling/importance_sampling_ratio/mean"] != 1
+    drawn = runs[1].vllm_generation.drawn
+    assert runs[1].vllm_generation.synced == drawn == -(-3 // steps_per_generation)
+    assert sum(row["time/sync"] for row in rows[1]) == pytest.approx(0.05 * drawn, rel=0.3)

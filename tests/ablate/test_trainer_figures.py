@@ -101,3 +101,86 @@ def test_tokens_per_second_count_what_was_trained_on(folder: Path, tmp_path: Pat
     trainer.train()
     for row, steps in zip([r for r in trainer.state.log_history if "loss" in r], (counts[:2], counts[2:]), strict=True):
         assert row["tokens_per_second"] * 2 * row["step_time"] == pytest.approx(sum(steps))
+
+
+def test_completions_end_where_the_engine_says_so(folder: Path, tmp_path: Path) -> None:
+    """At a stop string there is no end token; an end token that the engine went past ends nothing."""
+
+    class Says(Scripted):
+        def generate(self, *args: Any, **kwargs: Any) -> Rollout:
+            rows = super().generate(*args, **kwargs).completion_ids  # every second one ends in the end token
+            return Rollout(rows, finished=[row % 4 < 2 for row in range(len(rows))])
+
+    generations: list[Any] = []
+    trainer = make(
+        AblationTrainer, folder, tmp_path, loss_variant="reference", engine=Says(),
+        config={"mask_truncated_completions": True, "eval_strategy": "steps", "eval_steps": 3,
+                "per_device_eval_batch_size": 16},
+        eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:4]}), on_generation=generations.append,
+    )  # fmt: skip
+    trainer.train()
+    finished = torch.tensor([True, True, False, False] * 4)
+    for step, generation in enumerate(generations):
+        assert torch.equal(generation.column("completion_mask").any(1), finished)
+        lengths = torch.tensor(generation.lengths)[finished].double()
+        for name, value in (("mean", lengths.mean()), ("min", lengths.min()), ("max", lengths.max())):
+            assert history(trainer, f"completions/{name}_terminated_length")[step] == pytest.approx(float(value))
+    assert history(trainer, "completions/clipped_ratio") == [0.5] * 3
+    assert history(trainer, "eval_completions/clipped_ratio") == [0.5]
+    assert trainer.mask_truncated_completions
+
+    class Cut(Scripted):
+        def generate(self, *args: Any, **kwargs: Any) -> Rollout:
+            rows = super().generate(*args, **kwargs).completion_ids
+            return Rollout(rows, finished=[False] * len(rows))
+
+    trainer = make(
+        AblationTrainer, folder, tmp_path, loss_variant="reference", engine=Cut(),
+        config={"mask_truncated_completions": True},
+    )  # fmt: skip
+    trainer.train()
+    assert history(trainer, "completions/clipped_ratio") == [1.0] * 3
+    assert history(trainer, "completions/max_terminated_length") == [0.0] * 3
+    assert history(trainer, "loss") == [0.0] * 3
+
+
+def test_what_an_engine_says_of_end_tokens_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    """Where completions end at end tokens alone, TRL's own count is the engine's."""
+
+    class Says(Scripted):
+        def generate(self, *args: Any, **kwargs: Any) -> Rollout:
+            rows = super().generate(*args, **kwargs).completion_ids
+            return Rollout(rows, finished=[row[-1] == 1 for row in rows])
+
+    runs = []
+    for engine in (Scripted(), Says()):
+        trainer = make(
+            AblationTrainer, folder, tmp_path, loss_variant="reference", engine=engine,
+            config={"mask_truncated_completions": True},
+        )  # fmt: skip
+        trainer.train()
+        runs.append(trainer)
+    names = [name for name in runs[0].state.log_history[0] if name.startswith("completions/")]
+    assert len(names) == 7
+    for name in (*names, "loss", "kl"):
+        assert history(runs[0], name) == pytest.approx(history(runs[1], name), abs=1e-6), name
+
+
+def test_groups_of_an_evaluation_have_its_size(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[bool, list[list[int]]] = {True: [], False: []}
+    loss = losses.linear_policy_loss
+
+    def watched(hidden: Any, weight: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        seen[trainer.model.training].append(inputs.group_ids.tolist())
+        return loss(hidden, weight, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(losses, "linear_policy_loss", watched)
+    trainer = make(
+        AblationTrainer, folder, tmp_path, loss_variant="reference", engine=Scripted(),
+        config={"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8,
+                "num_generations_eval": 2},
+        eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:4]}),
+    )  # fmt: skip
+    trainer.train()
+    assert [sorted(ids) for ids in seen[True]] == [[0] * 4 + [1] * 4 + [2] * 4 + [3] * 4]
+    assert seen[False] == [[0, 0, 1, 1, 2, 2, 3, 3]]
