@@ -32,19 +32,24 @@ class Meter:
         self._inner: list[float] = []  # for each part now being timed, seconds of the parts within it
         self._paused = False
         self._last = time.perf_counter()
-        self._peak_before = 0  # of the step's part before a pause
+        self._peaks = {"rollout": 0, "step": 0}  # bytes since the last flush: of rollouts, and of the rest of the step
         self._reset_peak()
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
         """Adds what runs inside to a part; a part within another is taken out of that one."""
         self._drain()
+        apart = name == "rollout" and not self._paused
+        if apart:
+            self._take_peak("step")
         start = time.perf_counter()
         self._inner.append(0.0)
         try:
             yield
         finally:
             self._drain()
+            if apart:
+                self._take_peak("rollout")
             took = time.perf_counter() - start
             self.seconds[name] += took - self._inner.pop()
             if self._inner:
@@ -75,7 +80,7 @@ class Meter:
         if self._paused:
             yield
             return
-        self._peak_before = max(self._peak_before, self._peak())
+        self._take_peak("step")
         kept = self.seconds, self._tokens, self._inner
         self.seconds, self._inner = defaultdict(float), []
         self._paused = self.busy.paused = True
@@ -94,8 +99,9 @@ class Meter:
     def flush(self) -> dict[str, float]:
         """The figures since the last flush, times as means over its steps.
 
-        `time/<part>` (s), which add up to step_time (s); tokens_per_second, of this process; peak_memory_bytes; on CUDA
-        memory/step_bytes, and gpu/busy where NVML gave a sample.
+        `time/<part>` (s), which add up to step_time (s); tokens_per_second, of this process; peak_memory_bytes, and of
+        it memory/rollout_peak_bytes and memory/step_peak_bytes, the latter without rollouts; on CUDA memory/step_bytes,
+        and gpu/busy where NVML gave a sample.
         """
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now
@@ -106,14 +112,15 @@ class Meter:
         out["step_time"] = elapsed / steps
         self.seconds.clear()
         out["tokens_per_second"] = tokens / elapsed if elapsed > 0 else 0.0
-        out["peak_memory_bytes"] = float(max(self._peak_before, self._peak()))
+        self._take_peak("step")
+        out["peak_memory_bytes"] = float(max(self._peaks.values()))
+        out |= {f"memory/{part}_peak_bytes": float(peak) for part, peak in self._peaks.items() if peak}
+        self._peaks = dict.fromkeys(self._peaks, 0)
         if self.device.type == "cuda":  # what the step took from the card and its allocator still holds
             free, total = torch.cuda.mem_get_info(self.device)
             out["memory/step_bytes"] = float(total - free)
         if (busy := self.busy.flush()) is not None:
             out["gpu/busy"] = busy
-        self._peak_before = 0
-        self._reset_peak()
         return out
 
     def _drain(self) -> None:
@@ -128,6 +135,10 @@ class Meter:
                 line = next(row for row in status if row.startswith("VmHWM"))
             return int(line.split()[1]) * 1024
         return psutil.Process().memory_info().rss
+
+    def _take_peak(self, part: str) -> None:
+        self._peaks[part] = max(self._peaks[part], self._peak())
+        self._reset_peak()
 
     def _reset_peak(self) -> None:
         if self.device.type == "cuda":
