@@ -20,7 +20,7 @@ from ablate.rundir import CellDir
 SMALL = ["train.steps=6", "train.prompts_per_step=4", "train.num_generations=4", "train.checkpoint_every=2", "seeds=0,"]
 SMALL += ["grid=none", "eval.prompts=16", "eval.every=3", "train.rollouts_every=2", "train.adapter_every=0"]
 GSM8K = Path(__file__).parent / "data" / "gsm8k"
-TIMES = ("time/", "step_time", "tokens_per_second", "peak_memory_bytes")
+TIMES = ("time/", "step_time", "tokens_per_second", "peak_memory_bytes", "memory/")
 
 
 def run(folder: Path, *overrides: str, on_step: Callable[..., None] | None = None, variant: str = "reference") -> Any:
