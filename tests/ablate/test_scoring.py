@@ -202,7 +202,7 @@ def test_nothing_is_scored_twice_under_trls_own_vllm(
     assert count["vllm", "reference"] == count["engine", "reference"] > 0
     assert count["vllm", "policy"] == count["engine", "policy"] > 0
     rows = [[row for row in run.state.log_history if "loss" in row] for run in runs]
-    clock = ("time/", "step_time", "tokens_per_second", "peak_memory")
+    clock = ("time/", "step_time", "tokens_per_second", "peak_memory", "memory/")
     for ours, trls in zip(*rows, strict=True):
         assert {k: v for k, v in trls.items() if not k.startswith(clock)} == {
             k: v for k, v in ours.items() if not k.startswith(clock)
