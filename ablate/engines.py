@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,12 +50,21 @@ def vllm_spec(config: Config, loaded: Any, args: Any, prompts: list[Any]) -> Spe
     from ablate.rollout import vllm_memory, vllm_sync
     from ablate.rollout.vllm_live import Spec
 
-    _check_quantization(config.vllm)
     rank = _rank(config)
     folder = Path(loaded.path)
     dtype = getattr(torch, config.train.dtype)
-    parameters = vllm_memory.parameters_of(AutoConfig.from_pretrained(folder, local_files_only=True))
-    shared = rank and config.vllm.get("share_weights") is not False and not config.vllm.get("quantization")
+    checkpoint = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    stored = getattr(checkpoint, "quantization_config", None) or {}
+    quantization = config.vllm.get("quantization") or dict(stored).get("quant_method")
+    if quantization == "bitsandbytes":
+        check_bitsandbytes(config.train.dtype, "vllm.quantization" if "quantization" in config.vllm else "model")
+    if quantization and not rank:
+        raise ConfigError(
+            f"vllm.quantization={quantization}: weights that are all trained cannot go into a quantised engine; say "
+            "train.lora=true, or rollout=transformers"
+        )
+    parameters = vllm_memory.parameters_of(checkpoint)
+    shared = rank and config.vllm.get("share_weights") is not False and not quantization
     reserve = 0 if shared else parameters * (dtype.itemsize if rank else FULL_STATE_BYTES)
     if rank:
         vllm_sync.max_rank(rank)
@@ -98,16 +108,25 @@ def _rank(config: Config) -> int:
     return max([int(config.peft.get("r", 16)), *map(int, patterns.values())])
 
 
-def _check_quantization(options: dict[str, Any]) -> None:
-    if options.get("quantization") != "bitsandbytes":
-        return
-    from importlib.metadata import version
-
-    minor = int(version("vllm").split(".")[1]) if importlib.util.find_spec("vllm") else 0
-    if minor >= 28 and importlib.util.find_spec("vllm_bnb_plugin") is None:
+def check_bitsandbytes(dtype: str, key: str) -> None:
+    """Refuses a 4-bit engine that cannot run, with what it lacks; `key` asked for it. Raises ConfigError."""
+    if dtype == "float32":
+        raise ConfigError(f"{key}: a bitsandbytes engine computes in 16 bit; say train.dtype=bfloat16 or float16")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(f"{key}: bitsandbytes is not installed: pip install bitsandbytes")
+    installed = _vllm_version()
+    if installed >= (0, 28) and importlib.util.find_spec("vllm_bnb_plugin") is None:
         raise ConfigError(
-            "vllm.quantization=bitsandbytes: since 0.28 vLLM needs its plugin for it: pip install vllm-bnb-plugin"
+            f"{key}: bitsandbytes was built into vLLM up to 0.27; {'.'.join(map(str, installed))} takes it from a "
+            "plugin, which is not installed: pip install vllm-bnb-plugin"
         )
+
+
+def _vllm_version() -> tuple[int, int]:
+    """(major, minor) of the installed vLLM, whose distribution has other names for other devices."""
+    names = metadata.packages_distributions().get("vllm") or ["vllm"]
+    major, minor = metadata.version(names[0]).split(".")[:2]
+    return int(major), int(minor)
 
 
 def get(config: Config, trainer: Any, live: Live | None = None) -> Engine:
@@ -127,7 +146,6 @@ def get(config: Config, trainer: Any, live: Live | None = None) -> Engine:
             live,
             eos_token_ids=trainer.eos_token_ids,
             max_completion_length=args.max_completion_length,
-            run_seed=args.seed,
             options=sampling,
             shared=live.notes.get("base_weights_why") == "one copy, in the engine",
         )

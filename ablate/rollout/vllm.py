@@ -32,8 +32,8 @@ class VllmEngine:
 
     Args:
         live: the engine. eos_token_ids: tokens that end a completion. max_completion_length: in tokens.
-        run_seed: of the cell. options: `sampling.*`, checked by `vllm_sampling.checked`. shared: the trainer's base
-        weights are views of the engine's.
+        options: `sampling.*`, checked by `vllm_sampling.checked`. shared: the trainer's base weights are views of the
+        engine's.
 
     With `sampling.seed` every completion has its own generator, so that draws do not depend on what is drawn beside
     them; without, one generator is seeded for each call.
@@ -47,15 +47,13 @@ class VllmEngine:
         *,
         eos_token_ids: Sequence[int],
         max_completion_length: int,
-        run_seed: int,
         options: dict[str, Any] | None = None,
         shared: bool = False,
     ) -> None:
-        self.live, self.shared, self.run_seed = live, shared, run_seed
+        self.live, self.shared = live, shared
         self.eos_token_ids, self.max_completion_length = list(eos_token_ids), max_completion_length
         self.options = sampling.checked(options or {}, max_completion_length)
         self.checked_difference: float | None = None
-        self.released = 0
 
     def generate(
         self, model: Any, prompt_ids: list[list[int]], *, seed: int, step: int, num_generations: int
@@ -66,6 +64,8 @@ class VllmEngine:
             with self._timed(stats, "rollout/generate_seconds"):
                 rollout = self._draw(prompt_ids, seed, step, num_generations)
         rollout.stats |= stats
+        if self.checked_difference is not None:
+            rollout.stats["rollout/check_difference"] = self.checked_difference
         return rollout
 
     def greedy(self, model: Any, prompt_ids: list[list[int]], max_new_tokens: int) -> list[list[int]]:
@@ -83,8 +83,13 @@ class VllmEngine:
             "base_weights": "shared with the trainer" if self.shared else "a copy of the engine's own",
             "between_rollouts": self._between(),
             "cells_served": self.live.cells,
-            "check_difference": self.checked_difference,
+            "log_probs": self._log_probs(),
         }
+
+    def _log_probs(self) -> str:
+        """Which distribution the sampler's log-probs are of, and what else shapes the draws."""
+        others = sampling.unscored(self.options)
+        return "temperature only" + (f"; draws also shaped by {', '.join(others)}" if others else "")
 
     def _between(self) -> str:
         if not self.live.kv.able:
@@ -110,7 +115,7 @@ class VllmEngine:
         kept: list[list[float]] = []
         for start in range(0, len(prompt_ids), size):
             part = prompt_ids[start : start + size]
-            params = [self._params(step, row, num_generations) for row in range(start, start + len(part))]
+            params = [self._params(seed, step, row, num_generations) for row in range(start, start + len(part))]
             recorder = sampling.Recorder(self.live.worker.model_runner, kept=truncates)
             with self._generator(derive_seed(seed, start)), recorder:
                 outputs = self.live.generate(part, params)
@@ -124,10 +129,10 @@ class VllmEngine:
         rollout.log_kept = kept if truncates else None
         return rollout
 
-    def _params(self, step: int, row: int, num_generations: int) -> Any:
-        own = self.options.get("seed")
-        seed = None if own is None else sampling.request_seed(own, self.run_seed, step, row, num_generations)
-        return sampling.params(self.options, self.max_completion_length, self.eos_token_ids, seed)
+    def _params(self, seed: int, step: int, row: int, num_generations: int) -> Any:
+        option = self.options.get("seed")
+        own = None if option is None else sampling.request_seed(option, seed, step, row, num_generations)
+        return sampling.params(self.options, self.max_completion_length, self.eos_token_ids, own)
 
     @contextlib.contextmanager
     def _generator(self, seed: int) -> Iterator[None]:
@@ -151,13 +156,13 @@ class VllmEngine:
             if self.checked_difference is None and prompt_ids:
                 self.checked_difference = self.check(model, prompt_ids[0])
             yield stats
-            if live.kv.able:
+            if live.device.type == "cuda":
                 stats["memory/rollout_bytes"] = float(memory.used(live.device))
+            if live.kv.able:
                 with self._timed(stats, "rollout/release_seconds"):
-                    self.released = live.kv.release(self._weights())
-                stats["memory/released_bytes"] = float(self.released)
+                    stats["memory/released_bytes"] = float(live.kv.release(self._weights()))
         except Exception as error:
-            live_engine.discard(live)
+            live_engine.discard(live, error)
             if isinstance(error, EngineError | sampling.SamplingError):
                 raise
             raise EngineError(f"vLLM stopped: {type(error).__name__}: {error}") from error

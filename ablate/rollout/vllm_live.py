@@ -8,6 +8,7 @@ import logging
 import os
 import random
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +73,7 @@ class Live:
             if name in REFUSED:
                 raise ValueError(f"vllm.{name} cannot be set: {REFUSED[name]}")
         self.spec, self.device, self.broken = spec, spec.device, False
+        memory.free_pool()  # of an engine that a failed cell has held until now
         if memory.pool_bytes():
             print(
                 "vLLM: an earlier engine of this process holds memory still; this one stays resident between rollouts"
@@ -184,11 +186,7 @@ class Live:
 
         with contextlib.suppress(Exception):
             cleanup_dist_env_and_memory()
-        gc.collect()
-        if self.device.type == "cuda":
-            with contextlib.suppress(Exception):
-                memory.free_pool()
-            torch.cuda.empty_cache()
+        _collect(self.device)
 
 
 _live: Live | None = None
@@ -213,13 +211,32 @@ def release() -> None:
         live.shutdown()
 
 
-def discard(live: Live) -> None:
-    """Ends an engine that has failed; the next `acquire` starts another."""
+def discard(live: Live, error: BaseException | None = None) -> None:
+    """Ends an engine that has failed, by an error where there is one; the next `acquire` starts another."""
     global _live
     if _live is live:
         _live = None
+    _let_go(error)
     if not live.broken:
         live.shutdown()
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Drops what the frames of an error and of its causes hold of an engine, which could not be freed otherwise."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _collect(device: torch.device) -> None:
+    gc.unfreeze()  # vLLM freezes what there is when it has started, and none of that would ever be collected
+    gc.collect()
+    if device.type == "cuda":
+        with contextlib.suppress(Exception):
+            memory.free_pool()
+        torch.cuda.empty_cache()
 
 
 def environment(device: torch.device) -> None:
@@ -255,7 +272,8 @@ def _start(spec: Spec, plan: Mapping[str, Any]) -> Any:
         with _keeping_generators(spec.device), keeping_hooks(), _plain_layouts(spec.device):
             return LLM(**arguments)
     except Exception as error:
-        gc.collect()
+        _let_go(error)
+        _collect(spec.device)
         raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
 
 

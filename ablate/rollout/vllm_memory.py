@@ -150,30 +150,37 @@ def rows_per_call(options: Mapping[str, Any], kv_tokens: int, longest: int) -> i
     return max(1, min(int(options["max_num_seqs"]), kv_tokens // blocks))
 
 
-_KEPT: list[Any] = []  # pools of ended engines: torch must not free blocks that have been freed by hand
+_KEPT: dict[int, Any] = {}  # pools of ended engines by id: torch must not free blocks that were freed by hand
 
 
 def pool_bytes() -> int:
     """Bytes that an earlier engine of this process still holds in vLLM's sleep-mode allocator; it serves only one."""
-    module = sys.modules.get("vllm.device_allocator.cumem")
-    if module is None or module.CuMemAllocator.instance is None:
-        return 0
-    return int(module.CuMemAllocator.instance.get_current_usage())
+    allocator = _allocator()
+    return 0 if allocator is None else int(allocator.get_current_usage())
 
 
 def free_pool() -> None:
-    """Frees what an ended engine has left unused in that allocator, as vLLM itself does after loading."""
-    module = sys.modules.get("vllm.device_allocator.cumem")
-    if module is None or module.CuMemAllocator.instance is None:
+    """Frees what ended engines have left unused in that allocator, as vLLM itself does after loading."""
+    allocator = _allocator()
+    if allocator is None:
         return
+    module = sys.modules[_CUMEM]
     gc.collect()
     torch.cuda.synchronize()
-    allocator = module.CuMemAllocator.instance
-    for pool in allocator.allocator_and_pools.values():
-        _KEPT.append(pool)
+    _KEPT.update((id(pool), pool) for pool in allocator.allocator_and_pools.values())
+    for pool in _KEPT.values():
         for block in pool[0].snapshot():
             if block["allocated_size"] == 0 and block["address"] in allocator.pointer_to_data:
                 module.unmap_and_release(allocator._python_free_callback(block["address"]))
+
+
+_CUMEM = "vllm.device_allocator.cumem"
+
+
+def _allocator() -> Any:
+    """vLLM's sleep-mode allocator, None where no engine of this process has used it."""
+    module = sys.modules.get(_CUMEM)
+    return None if module is None else module.CuMemAllocator.instance
 
 
 class KVCache:
@@ -225,6 +232,8 @@ class KVCache:
         for block in CuMemAllocator.get_instance().pointer_to_data.values():
             if block.tag == "kv_cache":
                 unmap_and_release(block.handle)
+                if hasattr(block, "is_asleep"):  # later versions map only what is marked
+                    block.is_asleep = True
 
     def wake_weights(self) -> bool:
         """Maps released weights again, from the host or, where they were dropped, empty; whether there were any."""

@@ -27,15 +27,29 @@ OWNED = {
     "n": "train.num_generations says how many completions a prompt gets",
     "max_tokens": "train.max_completion_length is the limit",
     "logprobs": "the log-prob of every drawn token is read off the sampler",
-    "prompt_logprobs": "prompts are not scored by the engine",
     "logprob_token_ids": "the log-prob of every drawn token is read off the sampler",
+    "flat_logprobs": "the log-prob of every drawn token is read off the sampler",
+    "prompt_logprobs": "prompts are not scored by the engine",
+    "prompt_logprob_token_ids": "prompts are not scored by the engine",
+    "prompt_logprob_start": "prompts are not scored by the engine",
+    "routed_experts_prompt_start": "routing is not read",
     "detokenize": "text is made by the trainer's tokenizer",
+    "include_stop_str_in_output": "text is made by the trainer's tokenizer, of all tokens drawn",
+    "spaces_between_special_tokens": "text is made by the trainer's tokenizer",
     "output_kind": "completions are read when they are finished",
-    "flat_logprobs": "the engine sets it",
+    "stream_interval": "completions are read when they are finished",
+    "trace_decode_token_ids": "completions are drawn from the policy",
     "skip_clone": "it is internal to vLLM",
     "output_text_buffer_length": "it is internal to vLLM",
 }
 TRUNCATING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+# Options that change the distribution in ways that neither the log-probs nor the kept mass hold, and their 'off'.
+UNSCORED: dict[str, Any] = {
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_tokens": 0, "logit_bias": {},
+    "bad_words": [], "allowed_token_ids": [], "structured_outputs": None, "thinking_token_budget": None,
+}  # fmt: skip
+
+ODD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: multiples of it lie far apart
 
 
 class SamplingError(ValueError):
@@ -116,14 +130,24 @@ def greedy_params(max_tokens: int, eos_token_ids: Sequence[int], past_end: bool 
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=list(eos_token_ids), detokenize=False)
 
 
-def request_seed(option: int, run_seed: int, step: int, row: int, num_generations: int) -> int:
-    """Seed of one completion, from (sampling.seed, run seed, step, prompt, sample): within a group all differ."""
-    return derive_seed(option, run_seed, step, row // num_generations, row % num_generations)
+def request_seed(option: int, seed: int, step: int, row: int, num_generations: int) -> int:
+    """Seed of one completion, from (sampling.seed, seed of the call, step, prompt, sample); 63 bits.
+
+    The seed of the call is the trainer's, derived from run seed, step and process. Within a group no two are equal, nor
+    are their lower halves, which is what torch's generator for the CPU reads: an odd factor maps samples one to one.
+    """
+    prompt, sample = divmod(row, num_generations)
+    return (derive_seed(option, seed, step, prompt) + sample * ODD) % (1 << 63)
 
 
 def truncates(options: Mapping[str, Any]) -> bool:
     """Whether the options cut the distribution's tail off."""
     return any(name in options and options[name] not in (off, -1) for name, off in TRUNCATING.items())
+
+
+def unscored(options: Mapping[str, Any]) -> list[str]:
+    """Names of the options in use that change the distribution and are in no log-prob that comes back."""
+    return [name for name, off in UNSCORED.items() if (options.get(name) or off) != off]
 
 
 def set_scale(model: Any, temperature: float) -> None:
