@@ -168,7 +168,7 @@ class _Run:
                 "primary_metric": self.task.primary_metric,
                 "primary_label": self.task.primary_label,
             },
-            "model": {"spec": config.model, "source": self.loaded.source},
+            "model": {"spec": config.model, "source": self.loaded.source, "sha256": self.loaded.sha256},
             "resolved": self._resolved(),
         }
         found = directory.latest_checkpoint()

@@ -93,38 +93,51 @@ def _print_plan(config: configs.Config, full: bool) -> None:
     "--page",
     "pages",
     multiple=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Instead, write the results anew that a Markdown page holds between its markers.",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Instead, write anew the results that a Markdown page holds between its markers, or a notebook of FOLDERs.",
 )
-def report(what: Sequence[str], pages: Sequence[Path]) -> None:
+@click.option(
+    "--committed", is_flag=True, help="Everything that shows committed results: their tables, README, log and notebook."
+)
+def report(what: Sequence[str], pages: Sequence[Path], committed: bool) -> None:
     """Write tables, curves and report.html again, from run files alone.
 
     FOLDER is an experiment's folder, such as runs/default; without one it is that of experiment= and out=.
     """
     from ablate import runner
 
-    if pages:
-        from analysis import embed
-
-        for page in pages:
-            try:
-                changed = embed.update(page, Path.cwd())
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
-            click.echo(f"{page}: {'written' if changed else 'current'}")
-        return
     folders = [Path(text) for text in what if "=" not in text]
     given = [text for text in what if "=" in text]
+    if given and (folders or pages):
+        raise ConfigError(f"{given[0]}: a {'folder' if folders else 'page'} was given, so keys have no effect")
+    if committed and (what or pages):
+        raise ConfigError("--committed takes neither folders, keys nor --page")
+    if committed or pages:
+        _write_pages(folders, pages, committed)
+        return
     if not folders:
         folders = [runner.experiment_folder(configs.load(given, check=False))]
-    elif given:
-        raise ConfigError(f"{given[0]}: a folder was given, so keys have no effect")
     console = runner.make_console()
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{folder}: there are no runs; `python -m ablate run` makes them")
     if not all([runner.report(folder, console) for folder in folders]):
         sys.exit(runner.FAILED)
+
+
+def _write_pages(folders: Sequence[Path], pages: Sequence[Path], committed: bool) -> None:
+    from analysis import embed, render
+
+    root = Path.cwd()
+    try:
+        for folder in embed.committed(root) if committed else ():
+            render.write_report(folder)
+            click.echo(f"{folder.relative_to(root)}: written")
+        for page in map(Path, embed.PAGES) if committed else pages:
+            changed = embed.update(page, root, folders)
+            click.echo(f"{page}: {'written' if changed else 'current'}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
 
 
 @cli.command()

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from ablate import schema
 from analysis.files import Problem, RunFileError, read_json, read_jsonl
 
+POINT = "point"  # the axis of named points, whose values need no name beside them
 FILES = (
     schema.CONFIG_FILE,
     schema.ENV_FILE,
@@ -32,7 +34,8 @@ FILES = (
 class Cell:
     """What the files of one cell say. `variant` is None where config.json could not be read.
 
-    metrics, evals: the rows of the JSON-lines files, in file order. pairing: schema.PAIRING -> hash, as far as stored.
+    axes: values of the grid's axes in the order of the sweep, as far as stored. metrics, evals: the rows of the
+    JSON-lines files, in file order. pairing: schema.PAIRING -> hash, as far as stored.
     """
 
     directory: Path
@@ -40,6 +43,7 @@ class Cell:
     variant: str | None = None
     seed: int | None = None
     point: dict[str, Any] = field(default_factory=dict)
+    axes: dict[str, list[Any]] = field(default_factory=dict)
     experiment: str = ""
     state: str = "new"
     config: dict[str, Any] = field(default_factory=dict)
@@ -49,6 +53,18 @@ class Cell:
     evals: list[dict[str, float]] = field(default_factory=list)
     failure: dict[str, Any] | None = None
     pairing: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def span(self) -> tuple[datetime | None, datetime | None]:
+        """When a finished cell began and ended: with loading and evaluations; of one that was resumed, its steps."""
+        ended, began = _time(self.done.get("finished_at")), _time(self.environment.get("started_at"))
+        if ended is None:
+            return None, None
+        steps, whole = self.done.get("seconds"), self.done.get("wall_seconds")
+        lasted = [x for x in (steps, whole) if isinstance(x, int | float) and math.isfinite(x) and 0 <= x < 1e9]
+        if began is not None and whole is None and began <= ended:
+            lasted.append((ended - began).total_seconds())
+        return (ended - timedelta(seconds=max(lasted)) if lasted else None), ended
 
     def lookup(self, key: str) -> str | None:
         """A text of the task that env.json, or else config.json, holds."""
@@ -131,6 +147,8 @@ def _read_config(cell: Cell, path: Path) -> str | None:
         reason = f"'cell.name' is {cell.name!r}, the folder is {cell.directory.name!r}: it was copied or renamed"
         cell.name = cell.directory.name
         raise RunFileError(path, None, reason)
+    axes = identity.get("axes")
+    cell.axes = {k: v for k, v in axes.items() if isinstance(v, list)} if isinstance(axes, dict) else {}
     cell.config, cell.experiment = config, str(content.get("experiment") or "")
     value = content.get("hash")
     return None if value is None else str(value)
@@ -182,3 +200,12 @@ def _state(cell: Cell, config_hash: str | None, damaged: bool, root: Path, probl
 def relative(path: Path, root: Path) -> str:
     """`path` below `root`, with forward slashes on every system."""
     return path.relative_to(root).as_posix()
+
+
+def _time(text: Any) -> datetime | None:
+    """A time in ISO 8601, taken as UTC where it names no zone; None where it is none."""
+    try:
+        time = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return None
+    return time if time.tzinfo else time.replace(tzinfo=UTC)

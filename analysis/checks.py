@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ablate import schema
-from analysis.cells import Cell
+from analysis.cells import POINT, Cell
 from analysis.files import Problem
 
 # what may differ between the cells of one experiment without making them incomparable
@@ -63,14 +63,14 @@ def provenance(cells: Sequence[Cell]) -> list[Problem]:
     commits = _by_value(run, lambda c: git_sha(c.environment))
     if len(commits) > 1:
         problems.append(Problem("warning", f"results of several git commits are mixed: {_listing(commits, 12)}"))
-    axes = {axis.rsplit(".", 1)[-1] for c in run for axis in c.point}
+    axes = _axes(run)
     edited = [c.name for c in run if isinstance(c.environment.get("git"), dict) and c.environment["git"].get("dirty")]
     if edited:
         message = f"the code had changes that are in no commit when these ran: {_names(edited)}"
         problems.append(Problem("warning", message))
     for key in sorted({k for c in run for k in _comparable(c.environment)}):
         values = _by_value(run, lambda c, key=key: _comparable(c.environment).get(key))  # type: ignore[misc]
-        if len(values) > 1 and not any(axis in key for axis in axes):
+        if len(values) > 1 and not any(axis in key for axis in axes) and not _by_point(run, values):
             problems.append(Problem("warning", f"cells ran under different {key}: {_listing(values, 40)}"))
     return problems
 
@@ -78,7 +78,7 @@ def provenance(cells: Sequence[Cell]) -> list[Problem]:
 def settings(cells: Sequence[Cell]) -> list[Problem]:
     """Settings other than variant, seed and the grid's axes that differ between cells."""
     known = [c for c in cells if c.variant is not None and c.config]
-    axes = {axis.rsplit(".", 1)[-1] for c in known for axis in c.point}
+    axes = _axes(known)
     flat = {c.name: flatten(c.config) for c in known}
     problems = []
     for key in dict.fromkeys(k for settings in flat.values() for k in settings):
@@ -86,9 +86,22 @@ def settings(cells: Sequence[Cell]) -> list[Problem]:
         if parts[0] in _FREE or parts[-1] in axes:
             continue
         values = _by_value(known, lambda c, key=key: flat[c.name].get(key))  # type: ignore[misc]
-        if len(values) > 1:
+        if len(values) > 1 and not _by_point(known, values):
             problems.append(Problem("warning", f"cells differ in the setting {key}: {_listing(values, 40)}"))
     return problems
+
+
+def _axes(cells: Sequence[Cell]) -> set[str]:
+    """Short names of the grid's axes."""
+    return {axis.rsplit(".", 1)[-1] for c in cells for axis in c.point}
+
+
+def _by_point(cells: Sequence[Cell], values: dict[str, list[str]]) -> bool:
+    """Whether a named point, which stands for several settings at once, decides which of `values` a cell has."""
+    names = {c.name: c.point[POINT] for c in cells if POINT in c.point}
+    having = [{names.get(cell) for cell in group} for group in values.values()]
+    known = set().union(*having)
+    return None not in known and len(known) == sum(map(len, having))
 
 
 def git_sha(environment: dict[str, Any]) -> str | None:

@@ -16,11 +16,13 @@ import pandas as pd
 
 from ablate import schema
 from analysis import checks
-from analysis.cells import FILES, Cell, read_cell
+from analysis.cells import FILES, POINT, Cell, read_cell
 from analysis.files import Problem, RunFileError
 
-CELL_COLUMNS = ["cell", "variant", "seed", "point", "state", "steps", "seconds", "git_sha", *schema.PAIRING]
+CELL_COLUMNS = ["cell", "variant", "seed", "point", "state", "steps", "seconds", "began", "ended", "git_sha",
+                *schema.PAIRING]  # fmt: skip
 KEY_COLUMNS = ["cell", "variant", "seed", "point", schema.STEP]
+RESULTS = Path(__file__).resolve().parents[1] / "experiments" / "results"
 FAILURE_COLUMNS = ["cell", "step", "type", "message", "traceback"]
 
 
@@ -28,7 +30,7 @@ FAILURE_COLUMNS = ["cell", "step", "type", "message", "traceback"]
 class Runs:
     """Everything read from `runs/<experiment>/`.
 
-    cells     one row per cell, CELL_COLUMNS
+    cells     one row per cell, CELL_COLUMNS; seconds: of its training steps; began, ended: UTC, NaT where not known
     metrics   one row per optimizer step: cell, variant, seed, point, step (from 1), then the columns of metrics.jsonl
     evals     one row per evaluation: cell, variant, seed, point, step (from 0), then eval/<name>
     failures  one row per failed cell, FAILURE_COLUMNS
@@ -94,16 +96,20 @@ def load(experiment_dir: str | os.PathLike[str], *, strict: bool = False) -> Run
     return _assemble(directory, cells, problems)
 
 
-def default_directory() -> Path:
-    """The run directory a notebook shows: the environment variable ABLATE_RUN, else the fixture of the tests."""
-    if value := os.environ.get("ABLATE_RUN"):
-        return Path(value)
-    return Path(__file__).resolve().parents[1] / "tests" / "analysis" / "fixture" / "demo"
+def committed(name: str) -> Path:
+    """The folder of an experiment whose run files are part of the repository."""
+    return RESULTS / name
 
 
 def point_label(point: dict[str, Any]) -> str:
     """`{"beta": 0.04}` -> "beta=0.04"; "" for no grid."""
     return ", ".join(f"{axis}={value_label(value)}" for axis, value in point.items())
+
+
+def place(point: dict[str, Any]) -> str:
+    """A grid point in words: "beta 0.04", several axes with commas, a named point by its name, "" without a grid."""
+    named = (value if axis == POINT else f"{axis} {value_label(value)}" for axis, value in point.items())
+    return ", ".join(map(str, named))
 
 
 def value_label(value: Any) -> str:
@@ -149,7 +155,8 @@ def _nearest(directory: Path) -> str:
 def _assemble(directory: Path, cells: list[Cell], problems: list[Problem]) -> Runs:
     known = [c for c in cells if c.variant is not None]
     variants = variant_order(c.variant for c in known if c.variant is not None)
-    points = {point_label(c.point): c.point for c in sorted(known, key=lambda c: _sort_key(c.point))}
+    orders = _orders(known)
+    points = {point_label(c.point): c.point for c in sorted(known, key=lambda c: _sort_key(c.point, orders))}
     rank = {name: i for i, name in enumerate(points)}
     cells = sorted(
         cells,
@@ -170,7 +177,7 @@ def _assemble(directory: Path, cells: list[Cell], problems: list[Problem]) -> Ru
     return Runs(
         directory=directory,
         experiment=next((c.experiment for c in known if c.experiment), directory.resolve().name),
-        cells=pd.DataFrame([_cell_row(c) for c in cells], columns=CELL_COLUMNS),
+        cells=_cells(cells),
         metrics=_rows(cells, "metrics"),
         evals=evals,
         failures=pd.DataFrame(failures, columns=FAILURE_COLUMNS),
@@ -185,6 +192,13 @@ def _assemble(directory: Path, cells: list[Cell], problems: list[Problem]) -> Ru
     )
 
 
+def _cells(cells: list[Cell]) -> pd.DataFrame:
+    frame = pd.DataFrame([_cell_row(c) for c in cells], columns=CELL_COLUMNS)
+    for column in ("began", "ended"):
+        frame[column] = pd.to_datetime(frame[column], utc=True)
+    return frame
+
+
 def _cell_row(cell: Cell) -> dict[str, Any]:
     return {
         "cell": cell.name,
@@ -194,6 +208,7 @@ def _cell_row(cell: Cell) -> dict[str, Any]:
         "state": cell.state,
         "steps": int(cell.metrics[-1][schema.STEP]) if cell.metrics else 0,
         "seconds": cell.done.get("seconds"),
+        **dict(zip(("began", "ended"), cell.span, strict=True)),
         "git_sha": checks.git_sha(cell.environment),
         **{key: cell.pairing.get(key) for key in schema.PAIRING},
     }
@@ -229,9 +244,24 @@ def _primary(cells: list[Cell], evals: pd.DataFrame, problems: list[Problem]) ->
     return present[0], present[0]
 
 
-def _sort_key(point: dict[str, Any]) -> tuple[Any, ...]:
-    """Numbers by size before text by name, axis by axis."""
-    return tuple(
-        (axis, 0, float(value), "") if isinstance(value, int | float) else (axis, 1, 0.0, str(value))
-        for axis, value in point.items()
+def _orders(cells: list[Cell]) -> dict[str, list[Any]]:
+    """Values of every axis in the order of the sweep; of several sweeps the longest list, then what others add."""
+    orders: dict[str, list[Any]] = {}
+    lists = sorted(
+        ((axis, values) for c in cells for axis, values in c.axes.items()), key=lambda x: (-len(x[1]), str(x))
     )
+    for axis, values in lists:
+        known = orders.setdefault(axis, [])
+        known += [value for value in values if value not in known]
+    return orders
+
+
+def _sort_key(point: dict[str, Any], orders: dict[str, list[Any]]) -> tuple[Any, ...]:
+    """Axis by axis: in the order of the sweep, where that is stored, else numbers by size before text by name."""
+    keys = []
+    for axis, value in point.items():
+        order = orders.get(axis, [])
+        rank = order.index(value) if value in order else len(order)
+        number = isinstance(value, int | float)
+        keys.append((axis, rank, not number, float(value) if number else 0.0, "" if number else str(value)))
+    return tuple(keys)

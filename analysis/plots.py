@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import math
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -20,23 +21,28 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+from PIL import Image
 
 from ablate import schema
-from analysis import stats
+from analysis import costs, stats
 from analysis.files import write_atomic
-from analysis.load import Runs
-from analysis.style import RC, Style, styles
-from analysis.words import place
+from analysis.load import Runs, place
+from analysis.style import OTHER, PARTS, RC, Style, styles
 
 PANEL = (3.35, 2.45)  # inches
-WRAP = 4  # panels in a row of a figure with one quantity
+WRAP = 4  # panels in a row
+NOTEBOOK_DPI, NOTEBOOK_COLORS = 100, 128
+_EXACT = dict(zip(stats.EXACT_KL, ("exact KL to the start (nats per token)", "exact forward KL (nats per token)"),
+                  strict=True))  # fmt: skip
 
 
 class Plot(Figure):
-    """A matplotlib Figure that a notebook shows without pyplot."""
+    """A matplotlib Figure that a notebook shows without pyplot, in few colours so that the notebook stays small."""
 
     def _repr_png_(self) -> bytes:
-        return encode(self, "png")
+        drawn, buffer = Image.open(io.BytesIO(encode(self, "png", NOTEBOOK_DPI))), io.BytesIO()
+        drawn.convert("RGB").quantize(NOTEBOOK_COLORS).save(buffer, format="png", optimize=True)
+        return buffer.getvalue()
 
 
 def _styled(draw: Callable[..., Plot]) -> Callable[..., Plot]:
@@ -70,8 +76,10 @@ def rewards(runs: Runs) -> Plot:
 
 @_styled
 def kl(runs: Runs) -> Plot:
-    """KL of the policy to its start (k3 estimate, nats per token)."""
-    return _panels(runs, runs.metrics, {"kl": "KL to the start (k3, nats per token)"})
+    """KL of the policy to its start in nats per token: the k3 estimate, and the exact one where it is known."""
+    names = {"kl": "KL to the start (k3 estimate, nats per token)", **_EXACT}
+    columns = {c: label for c, label in names.items() if c == "kl" or c in runs.metrics}
+    return _panels(runs, runs.metrics, columns, share=True)
 
 
 @_styled
@@ -81,31 +89,77 @@ def entropy(runs: Runs) -> Plot:
 
 
 @_styled
-def weight_distance(runs: Runs) -> Plot:
-    """L2 distance of the trained parameters from their start."""
-    return _panels(runs, runs.metrics, {"weight_distance": "L2 distance of the weights from the start"})
+def lengths(runs: Runs) -> Plot:
+    """Tokens of a completion, mean over the batch, and the share that was cut off at the limit."""
+    names = {"completions/mean_length": "completion length (tokens)", "completions/clipped_ratio": "share cut off"}
+    return _panels(runs, runs.metrics, names, window=_window(runs))
 
 
 @_styled
-def differences(runs: Runs, *, baseline: str = stats.BASELINE, level: float = stats.LEVEL) -> Plot:
+def weight_distance(runs: Runs) -> Plot:
+    """L2 distance of the trained parameters from their start; logarithmic where a variant hardly moves."""
+    ends = runs.metrics.groupby("cell")["weight_distance"].last() if "weight_distance" in runs.metrics else pd.Series()
+    moved = ends[ends > 0]
+    log = len(moved) > 0 and moved.min() < 0.02 * moved.max()
+    label = {"weight_distance": "L2 distance of the weights from the start"}
+    return _panels(runs, runs.metrics, label, log=bool(log), zeros=True)
+
+
+@_styled
+def cost(runs: Runs) -> Plot:
+    """A step's time by part and the most memory in it, a bar per row of the comparison; medians as in the table."""
+    compared = stats.compare(runs)
+    rows = [(c.variant, c.point) for c in compared]
+    single = len({c.group for c in compared}) == 1
+    named = [c.label if single else f"{c.variant}, {place(runs.points[c.point])}" for c in compared]
+    timed = costs.parts(runs)
+    found = costs.medians(runs, ["step_time", *timed, "peak_memory_bytes"])
+    figure = Plot(figsize=(2.2 * PANEL[0], 0.9 + 0.33 * max(len(rows), 1)), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    heights = range(len(rows))
+    start = pd.Series(0.0, index=list(heights))
+    for column, name in timed.items():
+        values = pd.Series([found.loc[[row]][column].iloc[0] for row in rows], dtype=float).fillna(0.0)
+        left.barh(heights, values, left=start, height=0.65, color=PARTS.get(name, OTHER), label=name, linewidth=0)
+        start += values
+    memory = [found.loc[[row]]["peak_memory_bytes"].iloc[0] / costs.MIB for row in rows]
+    right.barh(heights, memory, height=0.65, color=OTHER, linewidth=0)
+    left.set_yticks(heights, named)
+    left.set_ylim(max(len(rows), 1) - 0.5, -0.5)
+    left.set_xlabel("seconds of a step, by part (medians)")
+    right.set_xlabel("peak memory (MiB)")
+    for panel in (left, right):
+        panel.grid(axis="y", visible=False)
+        panel.tick_params(axis="y", length=0)
+    if timed:
+        figure.legend(loc="outside lower center", ncols=len(timed), handlelength=1.2)
+    return figure
+
+
+@_styled
+def differences(runs: Runs, *, baseline: stats.Baseline | None = None, level: float = stats.LEVEL) -> Plot:
     """Paired differences to `baseline`: a small mark per seed, mean and t-interval in bold, filled where resolved."""
-    compared = [c for c in stats.compare(runs, baseline=baseline, level=level) if c.difference is not None]
-    variants = [v for v in runs.variants if v != baseline]
+    everything = stats.compare(runs, baseline=baseline, level=level)
+    compared = [c for c in everything if c.difference is not None]
+    groups = list(dict.fromkeys(c.group for c in everything)) or [""]
+    labels = list(dict.fromkeys(c.label for c in everything if c.difference is not None))
+    other = {c.group: (c.variant, c.point) for c in everything if c.difference is None}
     summary = stats.summarise(runs).set_index(["variant", "point", "seed"])["final"]
     summary = summary[~summary.index.duplicated()]
-    rows = math.ceil(len(runs.points) / WRAP)
-    columns = min(WRAP, len(runs.points))
-    figure = _figure(columns, rows, 0.9 + 0.3 * len(variants))
+    rows, columns = _wrap(len(groups))
+    figure = _figure(columns, rows, 0.9 + 0.3 * len(labels))
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
-    look = styles(runs.variants)
-    for index, (panel, point) in enumerate(zip(axes, runs.points, strict=False)):
+    look = styles(list(dict.fromkeys(c.label for c in everything)))
+    against = everything[0].against if everything else stats.BASELINE
+    for index, (panel, group) in enumerate(zip(axes, groups, strict=False)):
         panel.axvline(0, color="#555555", linewidth=0.9, zorder=1)
-        panel.set_title(place(runs.points[point]))
+        panel.set_title(group)
         for c in compared:
-            if c.point != point or c.difference is None or c.difference.n == 0:
+            if c.group != group or c.difference is None or c.difference.n == 0:
                 continue
-            y, style = variants.index(c.variant), look[c.variant]
-            seeds = [summary[c.variant, point, s] - summary[baseline, point, s] for s in c.paired]
+            y, style = labels.index(c.label), look[c.label]
+            seeds = [summary[c.variant, c.point, s] - summary[*other[group], s] for s in c.paired]
             panel.plot(seeds, [y + 0.24] * len(seeds), style.marker, color=style.color, markersize=3, alpha=0.6)
             if c.difference.n > 1:
                 panel.plot([c.difference.low, c.difference.high], [y, y], color=style.color, linewidth=2.4)
@@ -114,28 +168,26 @@ def differences(runs: Runs, *, baseline: str = stats.BASELINE, level: float = st
                 [c.difference.mean], [y], style.marker, color=style.color, markerfacecolor=face, markersize=6.5,
                 markeredgewidth=1.5, zorder=3,
             )  # fmt: skip
-        if not any(c.point == point and c.difference is not None and c.difference.n for c in compared):
-            panel.text(
-                0.5, 0.5, "no pair finished", transform=panel.transAxes, ha="center", va="center", color="#777777"
-            )
-        panel.set_yticks(range(len(variants)), variants)
-        panel.set_ylim(max(len(variants), 1) - 0.5, -0.5)
+        if not any(c.group == group and c.difference is not None and c.difference.n for c in compared):
+            _note(panel, "no pair finished")
+        panel.set_yticks(range(len(labels)), labels)
+        panel.set_ylim(max(len(labels), 1) - 0.5, -0.5)
         panel.grid(axis="y", visible=False)
         panel.xaxis.set_major_locator(MaxNLocator(nbins=4))  # labels such as -0.175 are wide
-        if index + columns >= len(runs.points):
+        if index + columns >= len(groups):
             panel.tick_params(labelbottom=True)
-            panel.set_xlabel(f"difference to {baseline} in\n{runs.primary_label}")
-    for panel in axes[len(runs.points) :]:
+            panel.set_xlabel(f"difference to {against} in\n{runs.primary_label}")
+    for panel in axes[len(groups) :]:
         panel.set_visible(False)
     return figure
 
 
-def encode(figure: Figure, kind: str) -> bytes:
+def encode(figure: Figure, kind: str, dpi: float | None = None) -> bytes:
     """The figure as "png" or "svg" bytes, the same bytes for the same figure."""
     metadata = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}[kind]
     buffer = io.BytesIO()
     with matplotlib.rc_context(RC):
-        figure.savefig(buffer, format=kind, metadata=metadata)
+        figure.savefig(buffer, format=kind, metadata=metadata, dpi=dpi)
     return buffer.getvalue()
 
 
@@ -145,7 +197,8 @@ def save(figure: Figure, stem: Path) -> list[Path]:
 
 
 def _figure(columns: int, rows: int, height: float = PANEL[1]) -> Plot:
-    figure = Plot(figsize=(PANEL[0] * max(columns, 1) + 0.3, height * rows + 0.45), layout="constrained")
+    across = 1.5 if columns == 1 else columns  # a legend needs width too
+    figure = Plot(figsize=(PANEL[0] * across + 0.3, height * rows + 0.45), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -154,47 +207,99 @@ def _window(runs: Runs) -> int:
     return max(1, int(runs.metrics[schema.STEP].max()) // 16) if len(runs.metrics) else 1
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """What stands side by side, and what is drawn into each panel: grid points and variants, or the other way round.
+
+    panel, line: columns of the frames. titles, labels: value of that column -> as shown.
+    """
+
+    panel: str
+    line: str
+    titles: dict[str, str]
+    labels: dict[str, str]
+
+    @classmethod
+    def of(cls, runs: Runs) -> _Layout:
+        points, variants = {p: place(runs.points[p]) for p in runs.points}, {v: v for v in runs.variants}
+        if stats.baseline_of(runs).along == "variant":
+            return cls("point", "variant", points, variants)
+        return cls("variant", "point", variants, points)
+
+
 def _panels(
-    runs: Runs, frame: pd.DataFrame, columns: dict[str, str], *, markers: bool = False, window: int = 1
+    runs: Runs,
+    frame: pd.DataFrame,
+    columns: dict[str, str],
+    *,
+    markers: bool = False,
+    window: int = 1,
+    share: bool = False,
+    log: bool = False,
+    zeros: bool = False,
 ) -> Plot:
-    """A grid of panels: a row per column of `frame` (key; its label is the value), a column per grid point."""
-    points = list(runs.points)
-    names = list(columns)
-    wrap = len(names) == 1
-    across = min(WRAP, len(points)) if wrap else len(points)
-    down = math.ceil(len(points) / WRAP) if wrap else max(1, len(names))
-    figure = _figure(across, down, PANEL[1] if wrap else 0.8 * PANEL[1])
-    axes = figure.subplots(down, across, sharex=True, sharey="all" if wrap else "row", squeeze=False)
-    look = styles(runs.variants)
+    """A grid of panels: a row per column of `frame` (key; its label is the value), a column per panel of the layout.
+
+    share: one y scale for all rows. log: a logarithmic one. zeros: name the lines that are 0 throughout.
+    """
+    layout = _Layout.of(runs)
+    sides = list(layout.titles)
+    names = list(columns) or [""]
+    blocks, across = _wrap(len(sides))
+    figure = _figure(across, blocks * len(names), PANEL[1] if len(names) == 1 else 0.8 * PANEL[1])
+    axes = figure.subplots(blocks * len(names), across, sharex=True, squeeze=False)
+    looks = styles(list(layout.labels.values()))
     states = dict(zip(runs.cells["cell"], runs.cells["state"], strict=True))
     unfinished = False
-    cells = [(name, point) for name in names for point in points] or [("", point) for point in points]
-    for panel, (name, point) in zip(axes.ravel(), cells, strict=False):
-        part = frame[frame["point"] == point]
-        empty = True
-        for variant in runs.variants:
-            mine = part[part["variant"] == variant]
+    rows = blocks * across
+    cells = {n * rows + i: (name, side) for n, name in enumerate(names) for i, side in enumerate(sides)}
+    for index, panel in enumerate(axes.ravel()):
+        if index not in cells:
+            panel.set_visible(False)
+            continue
+        name, side = cells[index]
+        part = frame[frame[layout.panel] == side]
+        empty, still = True, []
+        for key, label in layout.labels.items():
+            mine = part[part[layout.line] == key]
             if name not in mine or not mine[name].notna().any():
                 continue
             empty = False
-            unfinished |= _draw(panel, mine[["cell", schema.STEP, name]], states, look[variant], markers, window)
+            if zeros and not mine[name].any():
+                still.append(label)
+            known = mine[["cell", schema.STEP, name]].dropna()
+            unfinished |= _draw(panel, known, states, looks[label], markers, window)
         if empty:
-            panel.text(0.5, 0.5, "no data", transform=panel.transAxes, ha="center", va="center", color="#777777")
+            _note(panel, "no data")
+        if still:
+            _note(panel, f"0 at every step: {', '.join(still)}", 0.12)
+        if log:
+            panel.set_yscale("log")
         panel.margins(x=0.02)
         panel.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    for panel in axes.ravel()[len(cells) :]:
-        panel.set_visible(False)
-    for index, panel in enumerate(axes.ravel()[: len(cells)]):
-        name, point = cells[index]
-        if wrap or index < across:
-            panel.set_title(place(runs.points[point]))
+        if (first := 0 if share else index - index % rows) != index:
+            panel.sharey(axes.flat[first])
+        if index < across or blocks > 1:
+            panel.set_title(layout.titles[side])
         if index % across == 0:
             panel.set_ylabel(_wrapped(columns.get(name, "")))
-        if index + across >= len(cells):
+        else:
+            panel.tick_params(labelleft=False)
+        if index + across not in cells:
             panel.set_xlabel("optimizer step" + (f" (mean over {window})" if window > 1 else ""))
             panel.tick_params(labelbottom=True)
-    _legend(figure, runs.variants, look, markers, unfinished)
+    _legend(figure, looks, unfinished)
     return figure
+
+
+def _wrap(count: int) -> tuple[int, int]:
+    """Rows and columns for `count` panels side by side, at most WRAP in a row and the rows about equally long."""
+    rows = max(1, math.ceil(count / WRAP))
+    return rows, max(1, math.ceil(count / rows))
+
+
+def _note(panel: Any, text: str, height: float = 0.5) -> None:
+    panel.text(0.5, height, text, transform=panel.transAxes, ha="center", va="center", color="#777777")
 
 
 def _draw(panel: Any, frame: pd.DataFrame, states: dict[str, str], style: Style, markers: bool, window: int) -> bool:
@@ -228,12 +333,10 @@ def _draw(panel: Any, frame: pd.DataFrame, states: dict[str, str], style: Style,
     return unfinished
 
 
-def _legend(figure: Plot, variants: Sequence[str], look: dict[str, Style], markers: bool, unfinished: bool) -> None:
+def _legend(figure: Plot, looks: dict[str, Style], unfinished: bool) -> None:
     handles = [
-        Line2D(
-            [], [], color=look[v].color, linestyle=look[v].line, marker=look[v].marker, markeredgecolor="white", label=v
-        )
-        for v in variants
+        Line2D([], [], color=look.color, linestyle=look.line, marker=look.marker, markeredgecolor="white", label=name)
+        for name, look in looks.items()
     ]
     if unfinished:
         handles.append(Line2D([], [], color="#555555", linestyle=":", marker="x", linewidth=1, label="unfinished"))

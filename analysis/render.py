@@ -13,11 +13,11 @@ from typing import Any
 import jinja2
 
 from ablate import schema
-from analysis import plots, replay, stats, tables, words
+from analysis import costs, plots, replay, stats, tables, words
 from analysis.checks import flatten
 from analysis.files import Problem, write_atomic
 from analysis.formats import Table, escape_markdown
-from analysis.load import Runs, load
+from analysis.load import Runs, load, place
 from analysis.samples import samples
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
@@ -70,15 +70,19 @@ FIGURES = (
     _Figure("rewards", "Rewards in training", _BAND, plots.rewards),
     _Figure("kl", "KL to the start", _BAND, plots.kl),
     _Figure("entropy", "Entropy", _BAND, plots.entropy),
+    _Figure("lengths", "Completion length", _BAND, plots.lengths),
     _Figure("weight_distance", "Weight distance", _BAND, plots.weight_distance),
+    _Figure("cost", "Time and memory of a step", "Medians over steps and seeds.", plots.cost),
     _Figure("evaluations", "All evaluations", _BAND, plots.evaluations),
 )
 
 
-OTHER_TABLES: tuple[Callable[[Runs], Table], ...] = (
+OTHER_TABLES: tuple[Callable[[Runs], Table | None], ...] = (
     tables.reward_table,
     tables.power_table,
-    tables.timing_table,
+    costs.timing_table,
+    costs.repeat_table,
+    tables.mismatch_table,
     tables.pairing_table,
     tables.cells_table,
 )
@@ -97,14 +101,14 @@ def write_report(experiment_dir: str | os.PathLike[str], out: str | os.PathLike[
     folder = Path(out) if out is not None else Path(experiment_dir) / schema.REPORT_DIR
     comparisons = stats.compare(runs)
     main = tables.comparison_table(runs)
-    others = [make(runs) for make in OTHER_TABLES]
+    others = [table for make in OTHER_TABLES if (table := make(runs))]
     cells = others[-1]
     shown, unreadable = samples(runs)
     replays, damaged = replay.find(runs)
     problems = tuple(sorted((*runs.problems, *unreadable, *damaged), key=lambda p: p.severity))
-    results = tuple(words.sentences(runs, comparisons))
+    results = (*words.sentences(runs, comparisons), *words.drift(runs, comparisons))
     together = words.multiplicity(comparisons)
-    notes = (*([together] if together else []), *words.power_notes(runs, comparisons))
+    notes = (*([together] if together else []), *words.power_notes(comparisons))
 
     replayed = [replay.summary_table(item) for item in replays]
     paths = [
@@ -192,5 +196,5 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["point"] = words.place
+    environment.filters["point"] = place
     return environment

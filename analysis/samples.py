@@ -11,8 +11,7 @@ import pandas as pd
 
 from analysis.files import Problem, RunFileError
 from analysis.formats import Table
-from analysis.load import Runs, load_rollouts
-from analysis.words import place
+from analysis.load import Runs, load_rollouts, place
 
 COLUMNS = ["step", "group", "sample", "prompt", "completion", "rewards", "advantage"]
 LONGEST = 1200  # characters of a prompt or completion that are shown

@@ -1,7 +1,8 @@
 """Paired comparisons over seeds: Student t-intervals, verdicts, and what a number of seeds can resolve.
 
 Every variant of one seed and grid point starts from the same weights on the same prompts, so the unit of evidence is
-the per-seed difference to the baseline. With n of them the interval is mean +- t(n - 1) sd / sqrt(n) (Student 1908). A
+the per-seed difference to the baseline: `reference` at the same grid point or, where a sweep has one variant at
+several points, the first point. With n of them the interval is mean +- t(n - 1) sd / sqrt(n) (Student 1908). A
 percentile bootstrap over 3 seeds would cover about 73 % where it promises 95 %; the t-interval keeps its level.
 """
 
@@ -11,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -18,12 +20,18 @@ from scipy import optimize
 from scipy import stats as distributions
 
 from ablate import schema
-from analysis.load import Runs
+from analysis.load import Runs, place
 
 BASELINE = "reference"
 LEVEL = 0.95
 POWER = 0.8
 TAIL = 0.1  # "final" training metrics are means over this last share of the steps
+ACROSS_POINTS = ("data_sha256",)  # what a pair of two grid points must agree in: an axis may change the other hashes
+EXACT_KL = ("kl_exact/reverse", "kl_exact/forward")  # over the whole vocabulary, logged every few steps
+SKIPPED = "skipped_steps"  # float16: steps that GradScaler left out
+TAILS = ("kl", *EXACT_KL, "kl_own", "entropy", "reward", "grad_norm")
+SUMMARY = ("start", "final", "gain", *TAILS, "weight_distance", "tokens_per_second", "step_time", "peak_memory_bytes",
+           SKIPPED, "seconds")  # fmt: skip
 _MAX_SEEDS = 100_000
 
 
@@ -57,13 +65,32 @@ class Interval:
 
 
 @dataclass(frozen=True)
+class Baseline:
+    """What a cell is compared with, seed by seed: the cell of this variant and this grid point; None: of its own.
+
+    `Baseline("reference")` holds every variant against reference at the same point, `Baseline(point="beta=0.04")` every
+    point against that one, each variant by itself.
+    """
+
+    variant: str | None = None
+    point: str | None = None
+
+    @property
+    def along(self) -> Literal["variant", "point"]:
+        """What differs between the rows of one comparison."""
+        return "variant" if self.variant else "point"
+
+
+@dataclass(frozen=True)
 class Comparison:
     """One variant at one grid point, over its finished seeds.
 
-    planned: seeds of the experiment. start, final, gain = final - start: the headline metric. difference: per-seed
-    final minus the baseline's, None for the baseline itself; its n counts the seeds of `paired`. unpaired: finished
-    seeds left out because their pairing hashes differ from the baseline's. weights_moved: whether the weight distance
-    at the end is other than 0 for any seed; None where it is not known.
+    planned: seeds of the experiment. start, final, gain = final - start: the headline metric. against: the baseline in
+    words, such as "reference" or "beta 0.04". difference: per-seed final minus the baseline's, None for the baseline
+    itself; its n counts the seeds of `paired`. unpaired: finished seeds left out because their pairing hashes differ
+    from the baseline's. differing: hashes that differ within pairs nonetheless, as a grid axis may make them.
+    weights_moved: whether the weight distance at the end is other than 0 for any seed; None where it is not known.
+    group, label: what the rows of one comparison share, and what tells this one from them, in words.
     """
 
     variant: str
@@ -74,9 +101,14 @@ class Comparison:
     final: Interval
     gain: Interval
     difference: Interval | None
+    against: str = BASELINE
+    along: str = "variant"
     paired: tuple[int, ...] = ()
     unpaired: tuple[int, ...] = ()
+    differing: tuple[str, ...] = ()
     weights_moved: bool | None = None
+    group: str = ""
+    label: str = ""
 
     @property
     def verdict(self) -> str:
@@ -126,10 +158,10 @@ def t_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL) -> In
 def summarise(runs: Runs) -> pd.DataFrame:
     """One row per cell: headline metric at the start (step 0), at the end and the gain, and how the run ended.
 
-    Columns: cell, variant, seed, point, state, steps, start, final, gain, kl, kl_own, entropy, reward, grad_norm (means
-    over the last tenth of the steps), weight_distance (last step), tokens_per_second and step_time (medians without
-    the first step, which pays for warming up), peak_memory_bytes (maximum), seconds (of the whole cell). NaN where a
-    value is missing or not finite.
+    Columns: cell, variant, seed, point, state, steps, then SUMMARY: start, final, gain, TAILS (means over the last
+    tenth of the steps; of what is logged every few steps the last value where none is there), weight_distance (last
+    step), tokens_per_second and step_time (medians without the first step, which pays for warming up),
+    peak_memory_bytes (maximum), SKIPPED and seconds (of all steps). NaN where a value is missing or not finite.
     """
     rows = []
     evals = dict(list(runs.evals.groupby("cell")))
@@ -144,84 +176,88 @@ def summarise(runs: Runs) -> pd.DataFrame:
             row["final"] = float(scores[runs.primary_column].iloc[-1])
         row["gain"] = row["final"] - row["start"]
         training = metrics.get(cell.cell)
-        for name in ("kl", "kl_own", "entropy", "reward", "grad_norm"):
+        for name in TAILS:
             row[name] = _tail_mean(training, name)
         row["weight_distance"] = _last(training, "weight_distance")
         for name in ("tokens_per_second", "step_time"):
             row[name] = _median_after_first(training, name)
         known = training is not None and "peak_memory_bytes" in training
         row["peak_memory_bytes"] = float(training["peak_memory_bytes"].max()) if known else math.nan  # type: ignore[index]
+        skipped = training is not None and SKIPPED in training
+        row[SKIPPED] = float(training[SKIPPED].sum()) if skipped else math.nan  # type: ignore[index]
         rows.append(row)
-    columns = [
-        "cell",
-        "variant",
-        "seed",
-        "point",
-        "state",
-        "steps",
-        "start",
-        "final",
-        "gain",
-        "kl",
-        "kl_own",
-        "entropy",
-    ]
-    columns += [
-        "reward",
-        "grad_norm",
-        "weight_distance",
-        "tokens_per_second",
-        "step_time",
-        "peak_memory_bytes",
-        "seconds",
-    ]
+    columns = ["cell", "variant", "seed", "point", "state", "steps", *SUMMARY]
     table = pd.DataFrame(rows, columns=columns)
-    numbers = columns[6:]
+    numbers = list(SUMMARY)
     table[numbers] = table[numbers].astype(float).where(lambda frame: np.isfinite(frame))
     return table
 
 
-def compare(runs: Runs, *, baseline: str = BASELINE, column: str = "final", level: float = LEVEL) -> list[Comparison]:
-    """Every variant at every grid point against `baseline` at the same point, paired by seed, in display order.
+def baseline_of(runs: Runs) -> Baseline:
+    """reference at the same grid point; where there is nothing of it to compare with, the first point."""
+    if len(runs.points) == 1 or (BASELINE in runs.variants and len(runs.variants) > 1):
+        return Baseline(BASELINE)
+    return Baseline(point=next(iter(runs.points)))
+
+
+def compare(
+    runs: Runs, *, baseline: Baseline | None = None, column: str = "final", level: float = LEVEL
+) -> list[Comparison]:
+    """Every variant at every grid point against `baseline` (None: `baseline_of`), paired by seed, in display order.
 
     column: the column of `summarise` that `final` and `difference` are about. Cells that are not done, and seeds where
-    the value is NaN, are left out. Where no finished cell of the baseline is there, differences have n = 0.
+    the value is NaN, are left out. Where no finished cell of the baseline is there, differences have n = 0. A pair of
+    one grid point must agree in all of schema.PAIRING, one of two points in ACROSS_POINTS.
     """
+    baseline = baseline or baseline_of(runs)
     table = summarise(runs)
     table = table[table["state"] == "done"]
     hashes = runs.cells.set_index("cell")[list(schema.PAIRING)] if len(runs.cells) else pd.DataFrame()
+    rows = [(variant, point) for point in runs.points for variant in runs.variants]
+    if baseline.along == "point":
+        rows = [(variant, point) for variant in runs.variants for point in runs.points]
     found = []
-    for point in runs.points:
-        at_point = table[table["point"] == point]
-        base = at_point[at_point["variant"] == baseline].set_index("seed")
-        for variant in runs.variants:
-            mine = at_point[at_point["variant"] == variant].dropna(subset=[column]).set_index("seed").sort_index()
-            started = mine.dropna(subset=["start"])
-            paired, unpaired, differences = [], [], []
-            for seed in mine.index:
-                if seed not in base.index or math.isnan(base.loc[seed, column]):
-                    continue
-                if _disagree(hashes.loc[mine.loc[seed, "cell"]], hashes.loc[base.loc[seed, "cell"]]):
-                    unpaired.append(int(seed))
-                    continue
-                paired.append(int(seed))
-                differences.append(float(mine.loc[seed, column] - base.loc[seed, column]))
-            moved = mine["weight_distance"].dropna()
-            found.append(
-                Comparison(
-                    variant=variant,
-                    point=point,
-                    planned=len(runs.seeds),
-                    seeds=tuple(int(s) for s in mine.index),
-                    start=t_interval(started["start"].to_numpy(), level),
-                    final=t_interval(mine[column].to_numpy(), level),
-                    gain=t_interval((started[column] - started["start"]).to_numpy(), level),
-                    difference=None if variant == baseline else t_interval(differences, level),
-                    paired=tuple(paired),
-                    unpaired=tuple(unpaired),
-                    weights_moved=bool((moved != 0).any()) if len(moved) else None,
-                )
+    for variant, point in rows:
+        other = (baseline.variant or variant, baseline.point or point)
+        base = table[(table["variant"] == other[0]) & (table["point"] == other[1])].set_index("seed")
+        mine = table[(table["variant"] == variant) & (table["point"] == point)]
+        mine = mine.dropna(subset=[column]).set_index("seed").sort_index()
+        started = mine.dropna(subset=["start"])
+        paired, unpaired, differences = [], [], []
+        differing: dict[str, None] = {}
+        for seed in mine.index:
+            if seed not in base.index or math.isnan(base.loc[seed, column]):
+                continue
+            apart = _apart(hashes.loc[mine.loc[seed, "cell"]], hashes.loc[base.loc[seed, "cell"]])
+            if any(point == other[1] or key in ACROSS_POINTS for key in apart):
+                unpaired.append(int(seed))
+                continue
+            paired.append(int(seed))
+            differing |= dict.fromkeys(apart)
+            differences.append(float(mine.loc[seed, column] - base.loc[seed, column]))
+        moved = mine["weight_distance"].dropna()
+        where, names = place(runs.points[point]), place(runs.points.get(other[1], {}))
+        against = " ".join(text for text in (baseline.variant, names if baseline.point else None) if text)
+        found.append(
+            Comparison(
+                variant=variant,
+                point=point,
+                planned=len(runs.seeds),
+                seeds=tuple(int(s) for s in mine.index),
+                start=t_interval(started["start"].to_numpy(), level),
+                final=t_interval(mine[column].to_numpy(), level),
+                gain=t_interval((started[column] - started["start"]).to_numpy(), level),
+                difference=None if other == (variant, point) else t_interval(differences, level),
+                against=against,
+                along=baseline.along,
+                paired=tuple(paired),
+                unpaired=tuple(unpaired),
+                differing=tuple(differing),
+                weights_moved=bool((moved != 0).any()) if len(moved) else None,
+                group=where if baseline.along == "variant" else variant,
+                label=variant if baseline.along == "variant" else where,
             )
+        )
     return found
 
 
@@ -292,10 +328,10 @@ def _check_power(sd: float, target: float) -> None:
         raise ValueError(f"target={target!r} should lie between 0 and 1, such as 0.8")
 
 
-def _disagree(mine: pd.Series, other: pd.Series) -> bool:
-    return any(
-        isinstance(mine[key], str) and isinstance(other[key], str) and mine[key] != other[key] for key in schema.PAIRING
-    )
+def _apart(mine: pd.Series, other: pd.Series) -> list[str]:
+    """The pairing hashes that both have and that differ."""
+    known = [key for key in schema.PAIRING if isinstance(mine[key], str) and isinstance(other[key], str)]
+    return [key for key in known if mine[key] != other[key]]
 
 
 def _tail_mean(frame: pd.DataFrame | None, column: str) -> float:
@@ -303,7 +339,9 @@ def _tail_mean(frame: pd.DataFrame | None, column: str) -> float:
         return math.nan
     values = frame[column].to_numpy()
     tail = values[-max(1, math.ceil(TAIL * len(values))) :]
-    return float(np.nanmean(tail)) if not np.isnan(tail).all() else math.nan
+    known = values[~np.isnan(values)]
+    tail = tail[~np.isnan(tail)] if not np.isnan(tail).all() else known[-1:]
+    return float(tail.mean()) if len(tail) else math.nan
 
 
 def _last(frame: pd.DataFrame | None, column: str) -> float:

@@ -31,6 +31,20 @@ _COLORS = ("#8E5BB5", "#5CB8E6", "#111111", "#E58FB8", "#777777", "#8A5A2B")
 _LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 _MARKERS = ("v", "P", "X", "<", "h", ">", "p", "*", "d")
 
+# Parts of a step: rollouts and weights on their way to the engine in blue, log-probs in violet, loss and optimizer.
+PARTS = {
+    "rollout": "#3B6FA0",
+    "sync": "#8FBAD9",
+    "reward": "#111111",
+    "old_logps": "#B9A3CC",
+    "reference": "#7E62A3",
+    "logps": "#9C82B8",
+    "loss": "#C98A2B",
+    "exact_kl": "#5B8F6B",
+    "optimizer": "#EBCB93",
+}
+OTHER = "#8C8C8C"
+
 RC: dict[str, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so a figure looks the same on every machine
     "font.size": 8,

@@ -13,7 +13,7 @@ from ablate import schema
 from analysis import stats
 from analysis.formats import MISSING, Table, number, significant
 from analysis.load import Runs, value_label
-from analysis.stats import Comparison, Interval
+from analysis.stats import Baseline, Comparison, Interval
 from analysis.words import POWER_SEEDS
 
 TERMINAL = (
@@ -27,26 +27,23 @@ TERMINAL = (
     "entropy",
     "|Δw|",
 )  # headers; axes come on top
-_EXTRA = ("kl", "entropy", "weight_distance", "tokens_per_second", "step_time")
+_EXTRA = ("kl", *stats.EXACT_KL, "entropy", "weight_distance", "tokens_per_second", "step_time", stats.SKIPPED)
+_EXACT_HEADERS = dict(zip(stats.EXACT_KL, ("exact KL", "forward KL"), strict=True))
 
 
-def comparison_table(runs: Runs, *, baseline: str = stats.BASELINE, level: float = stats.LEVEL) -> Table:
-    """The result: a row per grid point and variant with n, start, final mean and sd, and the paired difference."""
+def comparison_table(runs: Runs, *, baseline: Baseline | None = None, level: float = stats.LEVEL) -> Table:
+    """The result: a row per grid point and variant with n, start, final mean and sd, and the paired difference.
+
+    baseline: what differences are taken to; None: `stats.baseline_of`.
+    """
     comparisons = stats.compare(runs, baseline=baseline, level=level)
     extra = _means(runs, _EXTRA)
+    exact = [name for name in stats.EXACT_KL if name in runs.metrics]
+    skipped = stats.SKIPPED in runs.metrics
     headers = (
-        "variant",
-        *runs.axes,
-        "n",
-        "start",
-        "final",
-        "difference",
-        "verdict",
-        "KL",
-        "entropy",
-        "|Δw|",
-        "tokens/s",
-        "s/step",
+        *("variant", *runs.axes, "n", "start", "final", "difference", "verdict", "KL"),
+        *(_EXACT_HEADERS[name] for name in exact),
+        *("entropy", "|Δw|", "tokens/s", "s/step", *(["skipped"] if skipped else [])),
     )
     rows, records = [], []
     for c in comparisons:
@@ -54,17 +51,19 @@ def comparison_table(runs: Runs, *, baseline: str = stats.BASELINE, level: float
         rows.append(
             (
                 c.variant,
-                *_coordinates(runs, c.point),
+                *coordinates(runs, c.point),
                 _count(c.final.n, c.planned),
                 number(c.start.mean),
                 _plus_minus(c.final),
                 _interval(c.difference),
                 c.verdict,
                 number(means["kl"]),
+                *(number(means[name]) for name in exact),
                 number(means["entropy"]),
                 number(means["weight_distance"], 2),
                 number(means["tokens_per_second"], 0),
                 number(means["step_time"]),
+                *([number(means[stats.SKIPPED], 1)] if skipped else []),
             )
         )
         records.append(_record(runs, c) | means)
@@ -74,17 +73,24 @@ def comparison_table(runs: Runs, *, baseline: str = stats.BASELINE, level: float
         title=f"{runs.experiment}: {runs.primary_label}",
         headers=headers,
         rows=tuple(rows),
-        align="l" + "r" * len(runs.axes) + "rrrrlrrrrr",
+        align="l" + "r" * len(runs.axes) + "rrrrl" + "r" * (5 + len(exact) + skipped),
         frame=pd.DataFrame(records, columns=columns),
-        breaks=_breaks([c.point for c in comparisons]),
+        breaks=breaks([c.group for c in comparisons]),
         notes=(
             f"start, final: {runs.primary_label}, before the first and after the last step; "
             "final is mean ± sd over seeds",
-            f"difference: mean over seeds of final minus final of {baseline} with the same seed, "
+            f"difference: mean over seeds of final minus final of {_against(comparisons)} with the same seed, "
             f"with Student's {level:.0%} interval; not resolved: the interval holds zero",
+            *_across_points(comparisons),
             "KL (k3 to the start) and entropy (nats): mean over the last tenth of the steps; |Δw|: L2 distance of the "
             "trained parameters from their start; tokens/s and s/step: medians without the first step; "
             "all of them are means over seeds",
+            *(
+                ["exact KL, forward KL: over the whole vocabulary, the latter of the start to the policy"]
+                if exact
+                else []
+            ),
+            *(["skipped: steps that GradScaler left out, as a gradient was not finite"] if skipped else []),
             "n: finished seeds",
         ),
     )
@@ -96,7 +102,7 @@ def reward_table(runs: Runs) -> Table:
     titles = ["total", *runs.reward_names]
     done = runs.metrics[runs.metrics["cell"].isin(runs.done["cell"])]
     rows, records = [], []
-    for point, variant in _grid(runs):
+    for point, variant in grid(runs):
         part = done[(done["point"] == point) & (done["variant"] == variant)]
         cells = [frame for _, frame in part.groupby("cell")]
         texts = []
@@ -106,7 +112,7 @@ def reward_table(runs: Runs) -> Table:
             last = _mean(_edge(frame, name, head=False) for frame in cells)
             texts.append(f"{number(first)} → {number(last)}" if not math.isnan(last) else MISSING)
             record |= {f"{title}/first": first, f"{title}/last": last}
-        rows.append((variant, *_coordinates(runs, point), str(len(cells)), *texts))
+        rows.append((variant, *coordinates(runs, point), str(len(cells)), *texts))
         records.append(record)
     return Table(
         name="rewards",
@@ -115,12 +121,12 @@ def reward_table(runs: Runs) -> Table:
         rows=tuple(rows),
         align="l" + "r" * (len(runs.axes) + 1 + len(titles)),
         frame=pd.DataFrame(records),
-        breaks=_breaks([point for point, _ in _grid(runs)]),
+        breaks=breaks([point for point, _ in grid(runs)]),
         notes=("mean over seeds: first tenth of the steps → last tenth, on training prompts as sampled",),
     )
 
 
-def power_table(runs: Runs, *, baseline: str = stats.BASELINE, level: float = stats.LEVEL) -> Table:
+def power_table(runs: Runs, *, baseline: Baseline | None = None, level: float = stats.LEVEL) -> Table:
     """What the seeds at hand can resolve, and how many it would take for the difference seen."""
     rows, records = [], []
     compared = [c for c in stats.compare(runs, baseline=baseline, level=level) if c.difference is not None]
@@ -136,7 +142,7 @@ def power_table(runs: Runs, *, baseline: str = stats.BASELINE, level: float = st
         rows.append(
             (
                 c.variant,
-                *_coordinates(runs, c.point),
+                *coordinates(runs, c.point),
                 str(difference.n),
                 number(difference.mean, signed=True),
                 significant(difference.sd),
@@ -168,48 +174,51 @@ def power_table(runs: Runs, *, baseline: str = stats.BASELINE, level: float = st
         rows=tuple(rows),
         align="l" + "r" * (len(runs.axes) + 4 + len(POWER_SEEDS) + 1),
         frame=frame,
-        breaks=_breaks([c.point for c in compared]),
+        breaks=breaks([c.group for c in compared]),
         notes=(
-            f"seen, sd: mean and spread of the paired differences to {baseline}; sd between: its own {level:.0%} "
-            "interval, which is wide for few seeds, so read the rest as an order of magnitude",
+            f"seen, sd: mean and spread of the paired differences to {_against(compared)}; sd between: its own "
+            f"{level:.0%} interval, which is wide for few seeds, so read the rest as an order of magnitude",
             f"n = k: the true difference that k seeds resolve with {stats.POWER:.0%} probability "
             "(noncentral t, with the sd seen); n for seen: seeds that this takes for the difference seen",
         ),
     )
 
 
-def timing_table(runs: Runs) -> Table:
-    """Where a step's time goes: medians over the steps of all finished seeds, the first step of each left out."""
-    phases = [c for c in schema.METRICS if c.startswith("time/") and c in runs.metrics.columns]
+def mismatch_table(runs: Runs) -> Table | None:
+    """How far the engine's log-probs of the sampled tokens are from the trainer's; None where no engine gave any."""
+    column, ratio = "sampling/sampling_logp_difference", "sampling/sequence_ratio"
+    if f"{column}/mean" not in runs.metrics:
+        return None
     done = runs.metrics[runs.metrics["cell"].isin(runs.done["cell"])]
-    columns = ["step_time", *phases, "tokens_per_second", "peak_memory_bytes"]
+    names = [f"{ratio}/{q}" for q in ("mean", "min", "q05", "q95", "max")]
     rows, records = [], []
-    for point, variant in _grid(runs):
+    for point, variant in grid(runs):
         part = done[(done["point"] == point) & (done["variant"] == variant)]
-        later = part[part[schema.STEP] > part.groupby("cell")[schema.STEP].transform("min")] if len(part) else part
-        part = later if len(later) else part
-        medians = {c: float(part[c].median()) if c in part and len(part) else math.nan for c in columns}
-        rows.append(
-            (
-                variant,
-                *_coordinates(runs, point),
-                number(medians["step_time"]),
-                *(number(medians[c]) for c in phases),
-                number(medians["tokens_per_second"], 0),
-                number(medians["peak_memory_bytes"] / 2**20, 0),
-            )
-        )
-        records.append({"variant": variant, **runs.points[point], **medians})
+        cells = [frame for _, frame in part.groupby("cell")]
+        first, last = (_mean(_edge(frame, f"{column}/mean", head=head) for frame in cells) for head in (True, False))
+        most = _mean([part[f"{column}/max"].max()]) if f"{column}/max" in part else math.nan
+        ratios = {name: _mean(part[name]) if name in part else math.nan for name in names}
+        kept = _mean(part["sampling/kept_mass/mean"]) if "sampling/kept_mass/mean" in part else math.nan
+        differences = f"{significant(first)} → {significant(last)}" if not math.isnan(last) else MISSING
+        shown = (differences, significant(most), *(number(ratios[name]) for name in names), number(kept))
+        rows.append((variant, *coordinates(runs, point), str(len(cells)), *shown))
+        values = {"difference/first": first, "difference/last": last, "difference/max": most, **ratios, "kept": kept}
+        records.append({"variant": variant, **runs.points[point], "n": len(cells), **values})
+    titles = ("|Δ log-prob|", "largest", *(f"ratio {n.rpartition('/')[2]}" for n in names), "kept mass")
     return Table(
-        name="timing",
-        title="Step time in seconds",
-        headers=("variant", *runs.axes, "step", *(c.removeprefix("time/") for c in phases), "tokens/s", "peak MiB"),
+        name="mismatch",
+        title="Sampler and trainer: log-probs of the sampled tokens",
+        headers=("variant", *runs.axes, "n", *titles),
         rows=tuple(rows),
-        align="l" + "r" * (len(runs.axes) + len(columns)),
+        align="l" + "r" * (len(runs.axes) + 1 + len(titles)),
         frame=pd.DataFrame(records),
-        breaks=_breaks([point for point, _ in _grid(runs)]),
+        breaks=breaks([point for point, _ in grid(runs)]) if len(runs.variants) > 1 else (),
         notes=(
-            "medians over steps and seeds without each run's first step; cells that ran side by side share the cores",
+            "|Δ log-prob|: mean over tokens in nats, first tenth of the steps → last tenth; largest: of any token of "
+            "any step",
+            "ratio: exp of the difference summed over a completion, its mean, extremes and quantiles over the batch, "
+            "as means over steps and seeds; kept mass: what truncated sampling (top_p, top_k, min_p) left of the "
+            "distribution",
         ),
     )
 
@@ -228,16 +237,16 @@ def pairing_table(runs: Runs) -> Table:
             values = sorted(part[key].dropna().unique())
             texts.append(values[0][:12] if len(values) == 1 else f"{len(values)} DIFFERENT" if values else MISSING)
             record[key] = " ".join(values)
-        rows.append((str(seed), *_coordinates(runs, point), _count(len(with_hash), len(part)), *texts))
+        rows.append((str(seed), *coordinates(runs, point), _count(len(with_hash), len(part)), *texts))
         records.append(record)
     return Table(
         name="pairing",
         title="Pairing: what the variants of one seed share",
-        headers=("seed", *runs.axes, "cells", *(k.removesuffix("_sha256").replace("_", " ") for k in schema.PAIRING)),
+        headers=("seed", *runs.axes, "cells", *map(hash_name, schema.PAIRING)),
         rows=tuple(rows),
         align="r" * (len(runs.axes) + 2) + "l" * len(schema.PAIRING),
         frame=pd.DataFrame(records),
-        breaks=_breaks([point for point, _ in groups]),
+        breaks=breaks([point for point, _ in groups]),
         notes=("first 12 digits of SHA-256; one value means that all variants of this seed had the same",),
     )
 
@@ -247,28 +256,17 @@ def cells_table(runs: Runs) -> Table:
     summary = stats.summarise(runs)
     failures = runs.failures.drop_duplicates("cell").set_index("cell")
     rows, records = [], []
-    for row, commit in zip(summary.itertuples(), runs.cells["git_sha"], strict=True):
-        why = ""
-        if row.cell in failures.index:
-            failure = failures.loc[row.cell]
+    results = ["state", "steps", "start", "final", *stats.TAILS[:-1], "weight_distance", "seconds"]
+    for row, commit in zip(summary.to_dict("records"), runs.cells["git_sha"], strict=True):
+        cell, why = row["cell"], ""
+        if cell in failures.index:
+            failure = failures.loc[cell]
             why = f"{_text(failure['type'])} at step {_text(failure['step'])}: {_text(failure['message'])}"
-        elif row.state in ("damaged", "changed"):
-            why = "; ".join(_short(p) for p in runs.problems if p.path and p.path.startswith(f"{row.cell}/"))
-        rows.append((row.cell, row.state, str(row.steps), number(row.final), number(row.seconds, 1), why))
-        record = {key: getattr(row, key) for key in ("cell", "variant", "seed")} | runs.points.get(row.point, {})
-        results = (
-            "state",
-            "steps",
-            "start",
-            "final",
-            "kl",
-            "kl_own",
-            "entropy",
-            "reward",
-            "weight_distance",
-            "seconds",
-        )
-        records.append(record | {key: getattr(row, key) for key in results} | {"git_sha": commit, "problem": why})
+        elif row["state"] in ("damaged", "changed"):
+            why = "; ".join(_short(p) for p in runs.problems if p.path and p.path.startswith(f"{cell}/"))
+        rows.append((cell, row["state"], str(row["steps"]), number(row["final"]), number(row["seconds"], 1), why))
+        record = {key: row[key] for key in ("cell", "variant", "seed")} | runs.points.get(row["point"], {})
+        records.append(record | {key: row[key] for key in results} | {"git_sha": commit, "problem": why})
     return Table(
         name="cells",
         title="Cells",
@@ -278,6 +276,25 @@ def cells_table(runs: Runs) -> Table:
         frame=pd.DataFrame(records),
         notes=("only cells in state done enter the comparison",),
     )
+
+
+def _against(comparisons: list[Comparison]) -> str:
+    return comparisons[0].against if comparisons else stats.BASELINE
+
+
+def _across_points(comparisons: list[Comparison]) -> list[str]:
+    """What pairs of two grid points have in common, where such are compared."""
+    if not any(c.along == "point" for c in comparisons):
+        return []
+    apart = dict.fromkeys(key for c in comparisons for key in c.differing)
+    shared = ", ".join(hash_name(key) for key in schema.PAIRING if key not in apart)
+    rest = f"; different, as an axis may make them: {', '.join(map(hash_name, apart))}" if apart else ""
+    return [f"grid points are paired by seed; equal within pairs: {shared}{rest}; pairs on other data are left out"]
+
+
+def hash_name(key: str) -> str:
+    """ "initial_weights_sha256" -> "initial weights"."""
+    return key.removesuffix("_sha256").replace("_", " ")
 
 
 def _means(runs: Runs, columns: Iterable[str]) -> dict[tuple[str, str], dict[str, float]]:
@@ -332,15 +349,15 @@ def _record(runs: Runs, c: Comparison | None) -> dict[str, Any]:
     }
 
 
-def _grid(runs: Runs) -> list[tuple[str, str]]:
+def grid(runs: Runs) -> list[tuple[str, str]]:
     return [(point, variant) for point in runs.points for variant in runs.variants]
 
 
-def _coordinates(runs: Runs, point: str, show: Callable[[Any], str] = value_label) -> tuple[str, ...]:
+def coordinates(runs: Runs, point: str, show: Callable[[Any], str] = value_label) -> tuple[str, ...]:
     return tuple(show(runs.points[point][axis]) if axis in runs.points[point] else MISSING for axis in runs.axes)
 
 
-def _breaks(keys: list[str]) -> tuple[int, ...]:
+def breaks(keys: list[str]) -> tuple[int, ...]:
     return tuple(i for i in range(1, len(keys)) if keys[i] != keys[i - 1])
 
 

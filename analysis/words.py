@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from analysis import stats
-from analysis.formats import decimals_for, fixed, number, significant
-from analysis.load import Runs, value_label
+from analysis.formats import decimals_for, escape_markdown, fixed, number, significant
+from analysis.load import Runs, place
 from analysis.stats import Comparison, Interval
 
 POWER_SEEDS = (3, 5, 8, 16)
+SMALL_DRIFT = 0.01
+
+
+class Lines(tuple[str, ...]):
+    """Sentences that a notebook shows as a list."""
+
+    def _repr_markdown_(self) -> str:
+        return "\n".join(f"- {escape_markdown(line)}" for line in self)
 
 
 def estimate(interval: Interval, *, signed: bool = True) -> str:
@@ -29,11 +36,6 @@ def estimate(interval: Interval, *, signed: bool = True) -> str:
     return f"{fixed(interval.mean, decimals, signed=signed)} [{low}, {high}]"
 
 
-def place(point: dict[str, Any]) -> str:
-    """ "beta 0.04", several axes with commas, "" without a grid."""
-    return ", ".join(f"{axis} {value_label(value)}" for axis, value in point.items())
-
-
 def learns(gain: Interval) -> str:
     """What a variant's own gain shows, in a verb: "learns", "does not learn", ..."""
     if gain.n == 0:
@@ -47,17 +49,16 @@ def learns(gain: Interval) -> str:
     return "learns" if gain.mean > 0 else "ends below its start"
 
 
-def sentence(comparison: Comparison, *, baseline: str = stats.BASELINE) -> str:
+def sentence(comparison: Comparison) -> str:
     """One comparison in words, such as `no_detach does not learn: -0.41 [-0.47, -0.35] against reference, n = 3`."""
     c = comparison
     if not c.seeds:
         return f"{c.variant} has no finished run"
-    verb = learns(c.gain)
-    text = _sentence(c, verb, baseline)
+    text = _sentence(c, learns(c.gain))
     return f"{text}; its weights do not move" if c.weights_moved is False else text
 
 
-def _sentence(c: Comparison, verb: str, baseline: str) -> str:
+def _sentence(c: Comparison, verb: str) -> str:
     n = f"n = {c.final.n}" + (f" of {c.planned}" if c.final.n < c.planned else "")
     if c.difference is None:
         decimals = decimals_for(c.final.sd)
@@ -67,30 +68,32 @@ def _sentence(c: Comparison, verb: str, baseline: str) -> str:
         rest = ", no interval from one seed" if c.gain.n == 1 else ""
         return f"{c.variant} {verb}: {course}, {estimate(c.gain)} over its start, {n}{rest}"
     if c.difference.n == 0:
-        why = "no pair is left" if c.unpaired else f"no finished run of {baseline} to compare with"
+        why = "no pair is left" if c.unpaired else f"no finished run of {c.against} to compare with"
         return f"{c.variant} {verb}: {estimate(c.gain)} over its start, {n}; {why}"
-    against = f"{estimate(c.difference)} against {baseline}, n = {c.difference.n}"
+    against = f"{estimate(c.difference)} against {c.against}, n = {c.difference.n}"
     if c.difference.n < c.planned:
         against += f" of {c.planned}"
+    other = c.against if c.along == "variant" else f"at {c.against}"
     if c.verdict == "n = 1":
         return f"{c.variant} {verb}: {against}, no interval from one seed"
     if c.verdict == "identical":
-        return f"{c.variant} ends exactly where {baseline} ends: {against}"
+        ends = f"{c.against} ends" if c.along == "variant" else f"it ends {other}"
+        return f"{c.variant} ends exactly where {ends}: {against}"
     if c.verdict == "not resolved":
         return f"{c.variant} {verb}; its difference is not resolved: {against}"
     if verb != "learns":
         return f"{c.variant} {verb}: {against}"
-    return f"{c.variant} learns {'more' if c.difference.mean > 0 else 'less'} than {baseline}: {against}"
+    return f"{c.variant} learns {'more' if c.difference.mean > 0 else 'less'} than {other}: {against}"
 
 
-def sentences(runs: Runs, comparisons: Sequence[Comparison], *, baseline: str = stats.BASELINE) -> list[str]:
+def sentences(runs: Runs, comparisons: Sequence[Comparison]) -> list[str]:
     """One sentence per row of the comparison table, in its order, with the grid point in front."""
     if not comparisons:
         return ["No cell has a readable config, so there is nothing to compare."]
     lines = []
     for c in comparisons:
         where = place(runs.points[c.point])
-        text = sentence(c, baseline=baseline)
+        text = sentence(c)
         mine = runs.cells[(runs.cells["variant"] == c.variant) & (runs.cells["point"] == c.point)]
         left = mine["state"][mine["state"] != "done"].value_counts().sort_index()
         if len(left):
@@ -107,25 +110,63 @@ def multiplicity(comparisons: Sequence[Comparison]) -> str | None:
     alpha = 1 - tested[0].level
     kept = sum(p < alpha for p in stats.holm([d.p for d in tested]))
     resolved = sum(bool(d.resolved) for d in tested)
+    verb = "is" if resolved == 1 else "are"
     return (
-        f"Each interval stands alone: of {len(tested)} differences {resolved} are resolved, "
+        f"Each interval stands alone: of {len(tested)} differences {resolved} {verb} resolved, "
         f"{kept} also when all are read together (Holm)"
     )
 
 
-def power_notes(runs: Runs, comparisons: Sequence[Comparison]) -> list[str]:
-    """Per grid point: what the seeds at hand and more of them resolve, with the widest seed spread seen there."""
+def verdicts(runs: Runs) -> Lines:
+    """All that the runs show: what is resolved and what is not, each comparison, weights that hardly moved."""
+    comparisons = stats.compare(runs)
+    together = multiplicity(comparisons)
+    return Lines((*resolution(comparisons), *([together] if together else []), *sentences(runs, comparisons),
+                  *drift(runs, comparisons)))  # fmt: skip
+
+
+def resolution(comparisons: Sequence[Comparison]) -> list[str]:
+    """Which differences are resolved and which are not, a line each; nothing where no difference has an interval."""
+    tested = [c for c in comparisons if c.difference is not None and c.difference.resolved is not None]
+    lines = []
+    for title, kind in (("Resolved", True), ("Not resolved", False)):
+        names = [f"{c.group}: {c.label}" if c.group else c.label for c in tested if c.difference.resolved is kind]  # type: ignore[union-attr]
+        if tested:
+            lines.append(f"{title}, {len(names)} of {len(tested)}" + (f": {'; '.join(names)}" if names else ""))
+    return lines
+
+
+def drift(runs: Runs, comparisons: Sequence[Comparison]) -> list[str]:
+    """Weights that moved, but by less than SMALL_DRIFT of the group's farthest: by how much."""
+    summary = stats.summarise(runs)
+    ends = summary[summary["state"] == "done"].groupby(["variant", "point"])["weight_distance"].mean().dropna()
+    lines = []
+    for group in dict.fromkeys(c.group for c in comparisons):
+        far = {c.label: float(ends[c.variant, c.point]) for c in comparisons
+               if c.group == group and (c.variant, c.point) in ends.index}  # fmt: skip
+        most = max(far, key=lambda label: far[label], default="")
+        for label, distance in far.items():
+            if 0 < distance < SMALL_DRIFT * far[most]:
+                where, share = f"{group}: " if group else "", f"{100 * distance / far[most]:.2g} %"
+                lines.append(
+                    f"{where}{label}'s weights end {number(distance)} from their start, {share} of {most}'s way"
+                )
+    return lines
+
+
+def power_notes(comparisons: Sequence[Comparison]) -> list[str]:
+    """Per group of comparisons: what its seeds and more of them resolve, with the widest seed spread seen there."""
     notes = []
-    for point, coordinates in runs.points.items():
+    for group in dict.fromkeys(c.group for c in comparisons):
         spreads = [
-            (c.difference.sd, c.variant, c.difference.n)
+            (c.difference.sd, c.label, c.difference.n)
             for c in comparisons
-            if c.point == point and c.difference is not None and c.difference.n >= 2
+            if c.group == group and c.difference is not None and c.difference.n >= 2
         ]
         if not spreads:
             continue
-        sd, variant, n = max(spreads)
-        where = f"{place(coordinates)}: " if coordinates else ""
+        sd, label, n = max(spreads)
+        where = f"{group}: " if group else ""
         if sd == 0:
             notes.append(f"{where}the differences of all seeds are equal, so their spread says nothing about power")
             continue
@@ -134,7 +175,7 @@ def power_notes(runs: Runs, comparisons: Sequence[Comparison]) -> list[str]:
         gains = [f"n = {k} seeds resolve {significant(stats.smallest_difference(k, sd))}" for k in sizes]
         notes.append(
             f"{where}with this seed spread {', '.join(gains)} ({stats.POWER:.0%} power; sd {significant(sd)} of the "
-            f"paired differences of {variant}, the widest here, which {n} seeds only place between "
+            f"paired differences of {label}, the widest here, which {n} seeds only place between "
             f"{significant(low)} and {significant(high)})"
         )
     return notes

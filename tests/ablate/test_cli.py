@@ -1,6 +1,7 @@
 """The command line: help, plans without heavy imports, refusals, the whole way to a report."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ablate import cli, config, keys, runner
+from ablate.errors import ConfigError
 
 HEAVY = {"torch", "trl", "transformers", "datasets", "pandas", "matplotlib"}
 HERE = Path(__file__).resolve().parent
@@ -115,6 +117,33 @@ def test_report_from_run_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for words in ("reference", "no_detach", "report.html"):
         assert words in result.output
     assert (tmp_path / "default" / "report" / "table.md").is_file()
+
+
+def test_pages_are_written_or_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a checkout with one experiment: its report and the pages that show it; nothing half-understood."""
+    source = root / "experiments" / "results" / "default"
+    for folder in source.glob("*-beta1"):
+        shutil.copytree(folder, tmp_path / "experiments" / "results" / "some" / folder.name)
+    for page in ("README.md", "experiments/LOG.md"):
+        (tmp_path / page).write_text("<!-- results experiments/results/some -->\n<!-- end of results -->\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("analysis.notebook.update", lambda page, folders: [f.name for f in folders] == ["some"])
+    result = invoke("report", "--committed")
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines() == [
+        "experiments/results/some: written",
+        *(f"{page}: written" for page in ("README.md", "experiments/LOG.md", "analysis/report.ipynb")),
+    ]
+    assert "no_detach" in (tmp_path / "README.md").read_text()
+    assert (tmp_path / "experiments/results/some/report/table.md").is_file()
+    assert "README.md: current" in invoke("report", "--page", "README.md").output
+    for arguments in (
+        ["--committed", "experiments/results/some"],
+        ["--committed", "--page", "README.md"],
+        ["--page", "README.md", "seeds=1"],
+        ["--page", "missing.md"],
+    ):
+        assert isinstance(invoke("report", *arguments).exception, ConfigError), arguments
 
 
 def test_report_of_nothing_is_refused(tmp_path: Path) -> None:

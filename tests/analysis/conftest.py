@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from analysis.render import Report, write_report
+from tests.analysis import make_fixture
 
 FIXTURE = Path(__file__).resolve().parent / "fixture"
 
@@ -20,6 +21,12 @@ def demo() -> Path:
 def partial() -> Path:
     """One cell each of done, failed, partial and new. Read only."""
     return FIXTURE / "partial"
+
+
+@pytest.fixture(scope="session")
+def points(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """reference at three named points x 3 seeds, on a GPU with vLLM. Read only."""
+    return make_fixture.points(tmp_path_factory.mktemp("points"))
 
 
 @pytest.fixture

@@ -3,7 +3,9 @@
     python -m tests.analysis.make_fixture          # from the repository root
 
 fixture/demo     4 variants x 3 seeds x beta {0.04, 1.0}, 20 steps, all cells done
-fixture/partial  one cell done, one failed with a traceback, one stopped half way, one only planned
+fixture/partial  one cell done, one failed with a traceback, one stopped half way, one only planned; step times and KL
+                 as runs of version 0.1.0 logged them
+`points` writes one variant at three named points on a GPU with vLLM, for tests to do in a folder of their own.
 
 The curves imitate a tiny experiment: three variants learn alike at beta 0.04, `reference` is held back at beta 1, and
 `no_detach` does not move by a single bit. Everything comes from one explicit numpy Generator, so the files are the same
@@ -25,7 +27,7 @@ from ablate import schema
 
 ROOT = Path(__file__).resolve().parent / "fixture"
 VARIANTS = ("reference", "no_detach", "full_reverse_kl", "forward_kl")
-STEPS, EVAL_EVERY = 20, 5
+STEPS, EVAL_EVERY, EXACT_EVERY = 20, 5, 4
 SHA = "3f1c9a7e5b2d4860915e7c3a1f0b8d6e4a2c7f59"
 START = 0.345
 FINAL = {  # variant -> beta -> (mean, sd over seeds) of the headline metric at the end
@@ -50,7 +52,7 @@ def digest(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def config(variant: str, seed: int, beta: float) -> dict[str, Any]:
+def config(variant: str, seed: int, **loss: Any) -> dict[str, Any]:
     return {
         "experiment": "demo",
         "model": "tiny",
@@ -58,13 +60,13 @@ def config(variant: str, seed: int, beta: float) -> dict[str, Any]:
         "variants": [variant],
         "seeds": [seed],
         "grid": {},
-        "loss": {"backend": "chunked", "precision": "auto", "beta": beta, "epsilon": None, "params": {}},
+        "loss": {"backend": "chunked", "precision": "auto", "beta": 0.04, "epsilon": None, "params": {}} | loss,
         "train": {"steps": STEPS, "learning_rate": 7e-4, "prompts_per_step": 16, "num_generations": 8, "lora": False},
         "eval": {"every": EVAL_EVERY, "prompts": 256},
     }
 
 
-def environment(seed: int) -> dict[str, Any]:
+def environment(seed: int, **changes: Any) -> dict[str, Any]:
     return {
         "git": {"sha": SHA, "dirty": False},
         "command": "python -m ablate run experiment=demo",
@@ -78,7 +80,11 @@ def environment(seed: int) -> dict[str, Any]:
             "primary_label": "held-out probability of the right answer",
         },
         "resolved": {"device": "cpu", "loss_backend": "chunked", "rollout": "transformers"},
+        "started_at": f"2025-12-31T23:5{7 + seed}:00+00:00",
+        "cpu": {"name": "Example CPU", "cores": 2, "memory_bytes": 2**33},
+        "model": {"spec": "tiny", "source": "tiny (made up)", "sha256": digest("model")},
         "pairing": pairing(seed),
+        **changes,
     }
 
 
@@ -96,8 +102,13 @@ def tidy(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def curves(rng: np.random.Generator, variant: str, beta: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Metric rows (one per step) and evaluation rows (step 0 and every EVAL_EVERY) of one cell."""
+def curves(
+    rng: np.random.Generator, variant: str, beta: float, *, old: bool = False
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Metric rows (one per step) and evaluation rows (step 0 and every EVAL_EVERY) of one cell.
+
+    old: old and reference log-probs timed together, and no exact KL.
+    """
     mean, sd = FINAL[variant][beta]
     final = mean + sd * float(rng.standard_normal())
     still = variant == "no_detach"
@@ -117,7 +128,11 @@ def curves(rng: np.random.Generator, variant: str, beta: float) -> tuple[list[di
         right, form = score + 0.03 * noise[0], 0.97 + 0.005 * noise[1]
         length_penalty = -0.02 + 0.004 * noise[2]
         step_time = 0.25 + 0.01 * abs(noise[3]) + (0.6 if step == 1 else 0.0)
-        parts = {"rollout": 0.3, "reward": 0.05, "logps": 0.2, "loss": 0.35, "optimizer": 0.1}
+        logps = {"logps": 0.2} if old else {"sync": 0.0, "old_logps": 0.0, "reference": 0.2}
+        parts = {"rollout": 0.3, "reward": 0.05, **logps, "loss": 0.35, "optimizer": 0.1}
+        if not old:
+            parts |= {"exact_kl": 0.0 if step % EXACT_EVERY else 0.02}
+        exact = {} if old or step % EXACT_EVERY else {"kl_exact/reverse": 0.9 * kl, "kl_exact/forward": 1.5 * kl}
         row = {
             "step": step,
             "loss": beta * kl * (1 + 0.05 * noise[4]),
@@ -134,6 +149,7 @@ def curves(rng: np.random.Generator, variant: str, beta: float) -> tuple[list[di
             "rewards/length/std": 0.03,
             "kl": kl,
             "kl_own": kl * (1.1 if variant == "full_reverse_kl" else 1.0),
+            **exact,
             "entropy": entropy,
             "clip_ratio/low_mean": 0.0,
             "clip_ratio/high_mean": 0.0,
@@ -205,13 +221,14 @@ def write_cell(
     *,
     state: str = "done",
     store: bool = False,
+    old: bool = False,
 ) -> Path:
     """One cell's folder in the given state (done, failed, partial, new); store: with rollouts of the last step."""
     name = f"{variant}-seed{seed}-beta{beta:g}"
     folder = root / name
     folder.mkdir(parents=True, exist_ok=True)
     cell = {"name": name, "variant": variant, "seed": seed, "point": {"beta": beta}}
-    settings = {**config(variant, seed, beta), "experiment": root.name}
+    settings = {**config(variant, seed, beta=beta), "experiment": root.name}
     config_hash = digest(settings)
     write_json(
         folder / schema.CONFIG_FILE, {"hash": config_hash, "experiment": root.name, "cell": cell, "config": settings}
@@ -219,7 +236,7 @@ def write_cell(
     if state == "new":
         return folder
     write_json(folder / schema.ENV_FILE, environment(seed))
-    metrics, evals = curves(rng, variant, beta)
+    metrics, evals = curves(rng, variant, beta, old=old)
     if state != "done":
         metrics, evals = metrics[:7], evals[:2]
     write_lines(folder / schema.METRICS_FILE, metrics)
@@ -244,6 +261,52 @@ def write_cell(
     return folder
 
 
+POINTS = {  # in the order of the sweep, which is not that of the alphabet: settings and what they do to the final score
+    "fp32": ({"dtype": "float32"}, 0.0),
+    "bf16": ({"dtype": "bfloat16"}, -0.004),
+    "fp8_head": ({"dtype": "bfloat16", "precision": "fp8"}, -0.06),
+}
+
+
+def points(root: Path) -> Path:
+    """`root`/points: reference at POINTS, three seeds, on a GPU with vLLM; weights start as the dtype rounds them."""
+    rng = np.random.default_rng(20260102)
+    gpu = {"type": "cuda", "name": "Example GPU", "capability": "9.0", "memory_bytes": 2**36, "cuda": "13.0"}
+    for seed in range(3):
+        shared = 0.03 * float(rng.standard_normal())
+        for index, (point, (settings, shift)) in enumerate(POINTS.items()):
+            folder = write_cell(rng, root / "points", "reference", seed, 0.04)
+            metrics = [json.loads(line) for line in (folder / schema.METRICS_FILE).read_text().splitlines()]
+            evals = [json.loads(line) for line in (folder / schema.EVAL_FILE).read_text().splitlines()]
+            cell = folder.rename(root / "points" / f"reference-seed{seed}-point{point}")
+            evals[-1]["eval/probability"] = tidy(0.75 + shared + shift + 0.002 * float(rng.standard_normal()))
+            gap = {"fp32": 1e-6, "bf16": 2e-3, "fp8_head": 0.012}[point]
+            for row in metrics:
+                row |= {"skipped_steps": float(point == "fp8_head" and row["step"] in (3, 4)), "gpu/busy": 0.61}
+                row |= {"memory/step_bytes": 2**35, "sampling/kept_mass/mean": 1.0}
+                row |= {f"sampling/sampling_logp_difference/{k}": gap * f for k, f in (("mean", 1), ("max", 40))}
+                row |= {f"sampling/sequence_ratio/{q}": 1 + gap * f for q, f in
+                        (("mean", 0.1), ("min", -5), ("max", 5), ("q05", -3), ("q50", 0), ("q95", 3))}  # fmt: skip
+            write_lines(cell / schema.METRICS_FILE, metrics)
+            write_lines(cell / schema.EVAL_FILE, evals)
+            known = config("reference", seed) | {"experiment": "points"}
+            known["train"] |= settings
+            identity = {"name": cell.name, "variant": "reference", "seed": seed, "point": {"point": point}}
+            identity["axes"] = {"point": list(POINTS)}
+            made = {"hash": digest(known), "experiment": "points", "cell": identity, "config": known}
+            write_json(cell / schema.CONFIG_FILE, made)
+            hashes = pairing(seed) | {"initial_weights_sha256": digest("initial", settings["dtype"])}
+            resolved = {"device": "cuda:0", "loss_backend": "triton", "rollout": "vllm"}
+            env = environment(seed, device=gpu, pairing=hashes, machine="m0", resolved=resolved)
+            write_json(cell / schema.ENV_FILE, env)
+            done = json.loads((cell / schema.DONE_FILE).read_text())
+            done |= {"hash": digest(known), "pairing": hashes, "wall_seconds": 90.0}
+            done["eval"] = {key: value for key, value in evals[-1].items() if key != "step"}
+            done["finished_at"] = f"2026-01-01T0{seed}:{2 * index:02d}:00+00:00"
+            write_json(cell / schema.DONE_FILE, done)
+    return root / "points"
+
+
 def main(root: Path = ROOT) -> None:
     rng = np.random.default_rng(20260101)
     for beta in (0.04, 1.0):
@@ -251,7 +314,7 @@ def main(root: Path = ROOT) -> None:
             for variant in VARIANTS:
                 write_cell(rng, root / "demo", variant, seed, beta, store=seed == 0 and beta == 0.04)
     for variant, state in zip(VARIANTS, ("done", "failed", "partial", "new"), strict=True):
-        write_cell(rng, root / "partial", variant, 0, 0.04, state=state)
+        write_cell(rng, root / "partial", variant, 0, 0.04, state=state, old=True)
 
 
 if __name__ == "__main__":

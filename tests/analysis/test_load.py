@@ -13,7 +13,7 @@ import pytest
 from ablate import schema
 from analysis import stats
 from analysis.files import RunFileError, read_json
-from analysis.load import load, load_rollouts, point_label, variant_order
+from analysis.load import load, load_rollouts, place, point_label, variant_order
 from tests.analysis import make_fixture
 
 CELL = "forward_kl-seed1-beta0.04"
@@ -332,3 +332,25 @@ def test_labels_and_order() -> None:
     assert point_label({"beta": 0.04, "epsilon": None, "model": "tiny"}) == "beta=0.04, epsilon=none, model=tiny"
     assert point_label({}) == ""
     assert variant_order(["zeta", "forward_kl", "alpha", "reference"]) == ("reference", "forward_kl", "alpha", "zeta")
+
+
+def test_axes_keep_the_order_of_the_sweep(points: Path, demo: Path, tmp_path: Path) -> None:
+    runs = load(points, strict=True)
+    assert runs.problems == ()  # what a named point sets is no setting that differs by mistake
+    assert list(runs.points.values()) == [{"point": name} for name in make_fixture.POINTS]
+    assert [place(point) for point in runs.points.values()] == ["fp32", "bf16", "fp8_head"]
+    later = tmp_path / "points"
+    shutil.copytree(points, later)
+    for path in later.glob(f"*fp8_head/{schema.CONFIG_FILE}"):  # run alone later, beside another that is no cell here
+        edit(path, lambda content: content["cell"].update(axes={"point": ["int4", "fp8_head"]}))
+    assert list(load(later).points) == list(runs.points)
+    for path in later.glob(f"*/{schema.CONFIG_FILE}"):
+        edit(path, lambda content: content["cell"].pop("axes"))
+    assert list(load(later).points) == [f"point={name}" for name in sorted(make_fixture.POINTS)]
+
+
+def test_a_setting_that_the_point_does_not_explain_is_said(points: Path, tmp_path: Path) -> None:
+    target = tmp_path / "points"
+    shutil.copytree(points, target)
+    edit(target / "reference-seed1-pointbf16" / schema.CONFIG_FILE, lambda c: c["config"]["train"].update(steps=99))
+    assert ["train.steps" in str(problem) for problem in load(target).problems] == [True]

@@ -1,5 +1,6 @@
 """Colours that stay apart in grey and for colour-blind readers, and figures of every kind of run directory."""
 
+import dataclasses
 import itertools
 import json
 import re
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from analysis import plots
+from analysis import costs, plots
 from analysis.load import load
+from analysis.render import FIGURES
 from analysis.style import FOUNDING, styles
 
 # Machado, Oliveira, Fernandes (2009), full deficiency, on linear RGB
@@ -117,7 +119,7 @@ def test_rewards_have_a_row_per_function(demo: Path) -> None:
 
 @pytest.mark.parametrize(
     "draw",
-    [plots.learning_curves, plots.differences, plots.rewards, plots.kl, plots.entropy, plots.evaluations],
+    [*(f.draw for f in FIGURES)],
 )
 def test_nothing_to_draw(draw, tmp_path: Path, demo: Path) -> None:
     """No cell at all, and a cell without any evaluation or metric."""
@@ -127,6 +129,68 @@ def test_nothing_to_draw(draw, tmp_path: Path, demo: Path) -> None:
     (cell / "config.json").write_text((demo / cell.name / "config.json").read_text())
     for name in ("none", "bare"):
         assert isinstance(draw(load(tmp_path / name)), Figure)
+
+
+def test_exact_kl_beside_the_estimate(demo: Path, partial: Path) -> None:
+    runs = load(demo)
+    estimate, _, exact, _, forward, _ = axes = panels(plots.kl(runs))
+    assert [a.get_ylabel().split()[0] for a in (estimate, exact, forward)] == ["KL", "exact", "exact"]
+    assert len({a.get_ylim() for a in axes}) == 1  # one scale
+    red = [line for line in exact.lines if line.get_color() == FOUNDING["reference"].color][-1]
+    rows = runs.metrics[(runs.metrics["variant"] == "reference") & (runs.metrics["point"] == "beta=0.04")]
+    means = rows.groupby("step")["kl_exact/reverse"].mean().dropna()
+    assert red.get_xdata().tolist() == [4, 8, 12, 16, 20]
+    np.testing.assert_allclose(red.get_ydata(), means)
+    assert len(panels(plots.kl(load(partial)))) == 1  # not logged there
+
+
+def test_points_share_a_panel(points: Path) -> None:
+    runs = load(points)
+    figure = plots.learning_curves(runs)
+    (panel,) = panels(figure)
+    assert panel.get_title() == "reference"
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["fp32", "bf16", "fp8_head"]
+    assert len({line.get_color() for line in panel.lines}) == 3
+    (difference,) = panels(plots.differences(runs))
+    assert [t.get_text() for t in difference.get_yticklabels()] == ["bf16", "fp8_head"]
+    assert difference.get_xlabel().startswith("difference to fp32")
+    means = [line for line in difference.lines if line.get_markersize() == 6.5]
+    assert [line.get_markerfacecolor() == "white" for line in means] == [True, False]
+
+
+def test_cost_adds_up(demo: Path, points: Path) -> None:
+    runs = load(demo)
+    figure = plots.cost(runs)
+    times, memory = panels(figure)
+    assert times.get_yticklabels()[0].get_text() == "reference, beta 0.04"
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == [
+        p for p in costs.PARTS if p not in ("logps", "exact_kl")
+    ]
+    found = costs.timing_table(runs).frame
+    ends = [bar.get_x() + bar.get_width() for bar in times.containers[-1]]
+    np.testing.assert_allclose(ends, found[[c for c in found if c.startswith("time/")]].sum(axis=1))
+    every = dataclasses.replace(runs, metrics=runs.metrics.assign(**{"time/exact_kl": 0.02}))
+    assert "exact_kl" in [t.get_text() for t in plots.cost(every).legends[0].get_texts()]
+    np.testing.assert_allclose([bar.get_width() for bar in memory.containers[0]], 512)
+    assert [t.get_text() for t in panels(plots.cost(load(points)))[0].get_yticklabels()] == ["fp32", "bf16", "fp8_head"]
+
+
+def test_small_drift_is_seen_beside_a_large_one(demo: Path) -> None:
+    runs = load(demo)
+    still = panels(plots.weight_distance(runs))[0]
+    assert still.get_yscale() == "linear"
+    assert [text.get_text() for text in still.texts] == ["0 at every step: no_detach"]
+    metrics = runs.metrics.copy()
+    metrics.loc[metrics["variant"] == "no_detach", "weight_distance"] = 1e-3
+    drifting = panels(plots.weight_distance(dataclasses.replace(runs, metrics=metrics)))[0]
+    assert drifting.get_yscale() == "log" and not drifting.texts
+
+
+def test_notebook_pictures_are_small(demo: Path) -> None:
+    runs = load(demo)
+    small = plots.kl(runs)._repr_png_()
+    assert small.startswith(b"\x89PNG") and len(small) < len(plots.encode(plots.kl(runs), "png")) / 4
+    assert small == plots.kl(runs)._repr_png_()
 
 
 def test_many_grid_points_wrap(demo: Path, tmp_path: Path) -> None:
@@ -139,9 +203,17 @@ def test_many_grid_points_wrap(demo: Path, tmp_path: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         config["cell"] |= {"name": folder.name, "point": {"beta": i}}
         (folder / "config.json").write_text(json.dumps(config))
-    figure = plots.learning_curves(load(tmp_path))
+    (tmp_path / "reference-seed0-beta0").rename(tmp_path / "k2-seed0-beta0")  # two variants: a panel per point
+    moved = tmp_path / "k2-seed0-beta0" / "config.json"
+    moved.write_text(moved.read_text().replace("reference", "k2"))
+    runs = load(tmp_path)
+    figure = plots.learning_curves(runs)
     assert [axes.get_title() for axes in panels(figure)] == [f"beta {i}" for i in range(6)]
     assert figure.get_figwidth() < 15
+    rows = panels(plots.rewards(runs))  # 4 quantities in two rows of three panels each
+    assert len(rows) == 24 and plots.rewards(runs).get_figwidth() < 15
+    limits = [{axes.get_ylim() for axes in rows[i : i + 6]} for i in range(0, 24, 6)]
+    assert all(len(same) == 1 for same in limits) and len(set.union(*limits)) == 4
 
 
 def test_files_are_the_same_every_time(partial: Path, tmp_path: Path) -> None:

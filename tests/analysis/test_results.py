@@ -10,18 +10,20 @@ from analysis.load import load
 from analysis.render import write_report
 
 ROOT = Path(__file__).resolve().parents[2]
-EXPERIMENTS = sorted(path.parent.parent for path in ROOT.glob("experiments/results/*/report/table.md"))
-PAGES = [page for page in (ROOT / "README.md", ROOT / "experiments/LOG.md") if embed.MARKERS.search(page.read_text())]
+EXPERIMENTS = embed.committed(ROOT)
+PAGES = [ROOT / page for page in embed.PAGES if page.endswith(".md")]
 
 
 def test_there_are_results() -> None:
-    assert [folder.name for folder in EXPERIMENTS] and ROOT / "README.md" in PAGES
+    shown = [match["folder"] for match in embed.MARKERS.finditer(PAGES[0].read_text(encoding="utf-8"))]
+    assert [f.relative_to(ROOT).as_posix() for f in EXPERIMENTS][: len(shown)] == shown != []
+    assert len(EXPERIMENTS) > len(shown)  # those that only the log and the notebook show
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_hold_what_the_run_files_give(page: Path) -> None:
     assert embed.render(page.read_text(encoding="utf-8"), ROOT) == page.read_text(encoding="utf-8"), (
-        f"python -m ablate report --page {page.relative_to(ROOT)}"
+        "python -m ablate report --committed"
     )
 
 

@@ -1,5 +1,6 @@
 """Intervals, verdicts and power against scipy, against simulation and against what can be worked out by hand."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -16,12 +17,12 @@ from scipy import stats as reference
 from ablate import schema
 from analysis import stats
 from analysis.load import Runs, load
-from analysis.stats import Comparison, t_interval
+from analysis.stats import Baseline, Comparison, t_interval
 
 finite = st.floats(-1e6, 1e6, allow_nan=False, allow_subnormal=False)
 
 
-def by_variant(runs: Runs, point: str = "beta=0.04", **options: str) -> dict[str, Comparison]:
+def by_variant(runs: Runs, point: str = "beta=0.04", **options: Baseline) -> dict[str, Comparison]:
     return {c.variant: c for c in stats.compare(runs, **options) if c.point == point}
 
 
@@ -208,7 +209,7 @@ def test_missing_cells(copied: Path) -> None:
 
 def test_another_baseline(demo: Path) -> None:
     runs = load(demo)
-    plain, turned = by_variant(runs), by_variant(runs, baseline="forward_kl")
+    plain, turned = by_variant(runs), by_variant(runs, baseline=Baseline("forward_kl"))
     assert turned["forward_kl"].verdict == "baseline"
     assert turned["reference"].difference is not None and plain["forward_kl"].difference is not None
     assert turned["reference"].difference.mean == pytest.approx(-plain["forward_kl"].difference.mean)
@@ -234,3 +235,58 @@ def test_summary_of_a_cell(demo: Path) -> None:
     assert row["step_time"] == pytest.approx(metrics["step_time"].iloc[1:].median())
     assert metrics["step_time"].iloc[0] > 2 * row["step_time"]
     assert row["peak_memory_bytes"] == 512 * 2**20
+
+
+def test_one_variant_is_compared_along_the_axis(points: Path) -> None:
+    """Named points against the first of the sweep, by hand; weights that the dtype rounds differently are no fault."""
+    runs = load(points)
+    assert list(runs.points) == ["point=fp32", "point=bf16", "point=fp8_head"]  # not by the alphabet
+    assert stats.baseline_of(runs) == Baseline(point="point=fp32")
+    finals = runs.evals.groupby(["point", "seed"])["eval/probability"].last().unstack(0)
+    first, bf16, fp8 = stats.compare(runs)
+    assert (first.verdict, bf16.verdict, fp8.verdict) == ("baseline", "not resolved", "lower")
+    for c in (bf16, fp8):
+        difference = finals[c.point] - finals["point=fp32"]
+        low, high = reference.ttest_1samp(difference, 0).confidence_interval()
+        assert c.difference is not None and c.paired == (0, 1, 2)
+        assert (c.difference.mean, c.difference.low, c.difference.high) == pytest.approx((difference.mean(), low, high))
+        assert (c.against, c.group, c.differing) == ("fp32", "reference", ("initial_weights_sha256",))
+    assert (bf16.label, fp8.label) == ("bf16", "fp8_head")
+
+
+def test_points_on_other_data_are_no_pair(points: Path, tmp_path: Path) -> None:
+    target = tmp_path / "points"
+    shutil.copytree(points, target)
+    folder = target / "reference-seed1-pointbf16"
+    for name in (schema.ENV_FILE, schema.DONE_FILE):
+        content = json.loads((folder / name).read_text())
+        content["pairing"]["data_sha256"] = "e" * 64
+        (folder / name).write_text(json.dumps(content))
+    bf16 = stats.compare(load(target))[1]
+    assert (bf16.paired, bf16.unpaired) == ((0, 2), (1,))
+
+
+def test_every_kind_of_baseline(demo: Path) -> None:
+    """Along the variants, along the points and to one cell: the same differences, taken from the same finals."""
+    runs = load(demo)
+    finals = runs.evals.groupby(["variant", "point", "seed"])["eval/probability"].last()
+    for baseline in (Baseline("no_detach"), Baseline(point="beta=1"), Baseline("forward_kl", "beta=0.04")):
+        found = stats.compare(runs, baseline=baseline)
+        assert len(found) == 8
+        for c in found:
+            other = (baseline.variant or c.variant, baseline.point or c.point)
+            assert (c.verdict == "baseline") == (other == (c.variant, c.point))
+            if c.difference is not None:
+                assert c.difference.mean == pytest.approx((finals[c.variant, c.point] - finals[other]).mean())
+    assert {c.against for c in found} == {"forward_kl beta 0.04"}
+    assert stats.baseline_of(runs) == Baseline("reference")
+
+
+def test_values_logged_every_few_steps(demo: Path) -> None:
+    """The exact KL of the last tenth of the steps; where none lies in it, the last."""
+    runs = load(demo)
+    rows = runs.metrics[runs.metrics["cell"] == "reference-seed0-beta1"].set_index("step")["kl_exact/reverse"]
+    assert rows.dropna().index.tolist() == [4, 8, 12, 16, 20]
+    assert stats.summarise(runs).set_index("cell").loc["reference-seed0-beta1", "kl_exact/reverse"] == rows[20]
+    cut = dataclasses.replace(runs, metrics=runs.metrics[runs.metrics["step"] < 20])
+    assert stats.summarise(cut).set_index("cell").loc["reference-seed0-beta1", "kl_exact/reverse"] == rows[16]

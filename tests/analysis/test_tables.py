@@ -1,6 +1,7 @@
 """Tables: the numbers they show, and text that survives Markdown, LaTeX and CSV."""
 
 import io
+import json
 import math
 import re
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import markdown_it
 import pandas as pd
 import pytest
 
-from analysis import stats, tables, words
+from analysis import costs, stats, tables, words
 from analysis.formats import Table, decimals_for, escape_latex, escape_markdown, fixed, number
 from analysis.load import Runs, load
 from analysis.stats import Comparison, t_interval
@@ -19,7 +20,8 @@ MAKERS = (
     tables.comparison_table,
     tables.reward_table,
     tables.power_table,
-    tables.timing_table,
+    costs.timing_table,
+    costs.repeat_table,
     tables.pairing_table,
     tables.cells_table,
 )
@@ -65,11 +67,12 @@ def test_csv_keeps_every_digit(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("make", MAKERS)
-@pytest.mark.parametrize("name", ["demo", "partial", "empty"])
+@pytest.mark.parametrize("name", ["demo", "partial", "points", "empty"])
 def test_every_table_of_every_run_directory(
-    make: Callable[[Runs], Table], name: str, demo: Path, partial: Path, tmp_path: Path
+    make: Callable[[Runs], Table], name: str, demo: Path, partial: Path, points: Path, tmp_path: Path
 ) -> None:
-    table = make(load({"demo": demo, "partial": partial, "empty": tmp_path}[name]))
+    folder = {"demo": demo, "partial": partial, "points": points, "empty": tmp_path}[name]
+    table = make(load(folder))
     html = markdown_it.MarkdownIt("commonmark").enable("table").render(table.markdown(notes=False))
     assert html.count("<tr>") == len(table.rows) + 1
     assert html.count("<td") == len(table.rows) * len(table.headers)
@@ -77,7 +80,7 @@ def test_every_table_of_every_run_directory(
     assert len(table.text().splitlines()) == len(table.rows) + 2 + len(table.breaks)
     assert not {"nan", "None", "inf", "<NA>"} & {text for row in table.rows for text in row}
     assert (name == "empty") == (not table.rows)
-    assert table.csv() == make(load({"demo": demo, "partial": partial, "empty": tmp_path}[name])).csv()
+    assert table.csv() == make(load(folder)).csv()
 
 
 def test_unfinished_cells_show_as_such(partial: Path) -> None:
@@ -116,11 +119,11 @@ def test_power_table_by_definition(runs: Runs) -> None:
 
 
 def test_rewards_and_times_add_up(runs: Runs) -> None:
-    rewards, timing = tables.reward_table(runs).frame, tables.timing_table(runs).frame
+    rewards, timing = tables.reward_table(runs).frame, costs.timing_table(runs).frame
     total = rewards["right_answer/last"] + 0.1 * rewards["format/last"] + rewards["length/last"]
     assert total.tolist() == pytest.approx(rewards["total/last"].tolist(), abs=1e-4)
     phases = [c for c in timing if c.startswith("time/")]
-    assert len(phases) == 5
+    assert [c.removeprefix("time/") for c in phases] == [c for c in costs.PARTS if c not in ("logps", "exact_kl")]
     assert timing[phases].sum(axis=1).tolist() == pytest.approx(timing["step_time"].tolist(), rel=0.02)
 
 
@@ -269,14 +272,52 @@ def test_notes(runs: Runs, partial: Path, tmp_path: Path) -> None:
     assert words.multiplicity(compared) == (
         "Each interval stands alone: of 6 differences 4 are resolved, 4 also when all are read together (Holm)"
     )
-    notes = words.power_notes(runs, compared)
+    notes = words.power_notes(compared)
     assert len(notes) == 2
     sd = max(c.difference.sd for c in compared[:4] if c.difference is not None)
     assert f"n = 8 seeds resolve {stats.smallest_difference(8, sd):.3f}" in notes[0]
     few = load(partial)
-    assert words.power_notes(few, stats.compare(few)) == []
+    assert words.power_notes(stats.compare(few)) == []
     assert words.multiplicity(stats.compare(few)) is None
     empty = load(tmp_path)
     assert words.sentences(empty, stats.compare(empty)) == [
         "No cell has a readable config, so there is nothing to compare."
     ]
+
+
+def test_points_in_table_and_words(points: Path) -> None:
+    runs = load(points)
+    table = tables.comparison_table(runs)
+    assert [row[:2] for row in table.rows] == [("reference", p) for p in ("fp32", "bf16", "fp8_head")]
+    assert {"exact KL", "forward KL"} <= set(table.headers)
+    assert [row[table.headers.index("skipped")] for row in table.rows] == ["0", "0", "2.0"]
+    notes = "\n".join(table.notes)
+    assert "minus final of fp32 with the same seed" in notes
+    assert (
+        "equal within pairs: data, prompt order, sampling seeds; different, as an axis may make them: initial" in notes
+    )
+    lines = words.verdicts(runs)
+    assert lines[:2] == ("Resolved, 1 of 2: reference: fp8_head", "Not resolved, 1 of 2: reference: bf16")
+    assert any(line.startswith("fp8_head: reference learns less than at fp32: -0.05") for line in lines)
+    assert "paired differences of bf16" in words.power_notes(stats.compare(runs))[0]
+    assert "reference: fp8_head" in words.verdicts(runs)._repr_markdown_()
+
+
+@pytest.mark.parametrize(
+    ("distance", "text"),
+    [
+        (0.0, []),
+        (0.03, ["beta 0.04: no_detach's weights end 0.030 from their start, 0.96 % of forward_kl's way"]),
+        (0.1, []),
+    ],
+)
+def test_weights_that_hardly_move(copied: Path, distance: float, text: list[str]) -> None:
+    for folder in copied.glob("*-beta0.04"):
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        end = distance if folder.name.startswith("no_detach") else 3.125 if folder.name.startswith("forward") else 3.0
+        rows[-1]["weight_distance"] = end
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    runs = load(copied)
+    assert words.drift(runs, stats.compare(runs)) == text
+    verdicts = [line for line in words.sentences(runs, stats.compare(runs)) if "no_detach" in line]
+    assert [line.endswith("its weights do not move") for line in verdicts] == [distance == 0]
