@@ -53,7 +53,7 @@ def run_cell(cell: Cell, directory: CellDir, on_step: OnStep) -> dict[str, Any]:
             args=args,
             train_dataset=dataset,
             processing_class=loaded.tokenizer,
-            peft_config=_lora(config) if config.train.lora else None,
+            peft_config=lora_config(config) if config.train.lora else None,
             loss_variant=cell.variant,
             loss_params={
                 "epsilon": config.loss.epsilon,
@@ -126,7 +126,8 @@ def _weights_dtype(config: Config) -> torch.dtype:
     return getattr(torch, config.train.dtype) if config.train.lora else torch.float32
 
 
-def _lora(config: Config) -> Any:
+def lora_config(config: Config) -> Any:
+    """The cell's LoraConfig: what stands here, then `peft.*`."""
     from peft import LoraConfig
 
     return LoraConfig(

@@ -10,9 +10,14 @@ import click
 
 from ablate import __version__
 from ablate import config as configs
+from ablate import help as help_texts
 from ablate.errors import ConfigError, RunFileError
 
 EPILOG_KEYS = "Keys (a bare name is enough where it is unique):"
+
+
+def _rows(lines: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
+    return [(f"{key}={default}" if default else key, text) for key, default, text in lines]
 
 
 class OverridesCommand(click.Command):
@@ -22,8 +27,9 @@ class OverridesCommand(click.Command):
         with formatter.section("Presets (experiment=NAME)"):
             formatter.write_text(", ".join(configs.preset_names()) or "none found")
         with formatter.section("Keys (a bare name is enough where it is unique)"):
-            rows = [(f"{key}={default}" if default else key, text) for key, default, text in configs.help_lines()]
-            formatter.write_dl(rows, col_max=42)
+            formatter.write_dl(_rows(help_texts.key_lines()), col_max=42)
+        with formatter.section("Options of the tasks"):
+            formatter.write_dl(_rows(help_texts.task_lines()), col_max=42)
         with formatter.section("Examples"):
             for line in (
                 "python -m ablate run variants=all",

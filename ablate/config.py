@@ -12,7 +12,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -232,16 +232,24 @@ def load(overrides: Sequence[str] = (), *, check: bool = True) -> Config:
     cells = len(config.seeds) * math.prod(map(len, config.grid.values())) * max(len(config.points), 1)
     if cells > keys.MOST_CELLS:
         raise ConfigError(f"seeds, points and grid: {cells} cells of each variant; at most {keys.MOST_CELLS}")
+    check_values(config, installed=check)
+    return config
+
+
+def check_values(config: Config, installed: bool = True) -> None:
+    """Check a config at each of its named points and axis values; `installed`: also against what is installed.
+
+    Raises ConfigError, with the name of the point where there are points.
+    """
     shared_by_name = at_points(config)
     for name, shared in shared_by_name.items():
         same = next(other for other, config_there in shared_by_name.items() if config_there == shared)
         if same != name:
             raise ConfigError(f"points: {same} and {name} come to the same values")
         try:
-            _check(shared, installed=check)
+            _check(shared, installed)
         except ConfigError as error:
             raise ConfigError(f"points.{name}: {error}" if name else str(error)) from error
-    return config
 
 
 def at_points(config: Config) -> dict[str, Config]:
@@ -305,6 +313,9 @@ def validate(config: Config) -> None:
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not (number and 0 < temperature < math.inf):
         raise ConfigError(f"sampling.temperature={temperature}: must be a finite number above 0")
+    top_p = config.sampling.get("top_p")
+    if isinstance(top_p, int | float) and not 0 < top_p <= 1:  # transformers would ignore one above 1
+        raise ConfigError(f"sampling.top_p={top_p}: must be above 0 and at most 1")
     for key, value, least in (
         ("train.steps", train.steps, 1),
         ("train.prompts_per_step", train.prompts_per_step, 1),
@@ -360,30 +371,3 @@ def validate(config: Config) -> None:
         raise ConfigError(f"jobs={config.jobs}: a number of cells side by side, auto, or 0 for this process")
     if config.peft and not config.train.lora and config.grid.get("train.lora") is None:
         raise ConfigError(f"peft.{next(iter(config.peft))} is set but no adapter is trained: say train.lora=true")
-
-
-def help_lines() -> list[tuple[str, str, str]]:
-    """(key, default, meaning) of every key, in the order of the schema; for `--help` and the docs."""
-    rows: list[tuple[str, str, str]] = []
-
-    def visit(node: Any, prefix: str) -> None:
-        for entry in fields(node):
-            value = getattr(node, entry.name)
-            if hasattr(value, "__dataclass_fields__"):
-                visit(value, f"{prefix}{entry.name}.")
-                continue
-            text = entry.metadata["help"]
-            if isinstance(value, dict) and entry.name not in ("grid", "points"):
-                rows.append((f"{prefix}{entry.name}.*", "", text))
-            else:
-                shown = (
-                    "null"
-                    if value is None
-                    else ",".join(map(str, value))
-                    if isinstance(value, list | dict)
-                    else str(value)
-                )
-                rows.append((prefix + entry.name, shown.lower() if isinstance(value, bool) else shown, text))
-
-    visit(Config(), "")
-    return rows

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ablate import files, passthrough, provenance, resolve, runner
+from ablate import config as configs
+from ablate import files, provenance, resolve, runner
 from ablate.config import Config
 from ablate.errors import ConfigError
 
@@ -120,7 +121,7 @@ def _choices(config: Config) -> Iterator[Finding]:
         else:
             yield Finding(f"{key}={asked}", GOOD, f"{choice.name}: {choice.why}")
     try:
-        passthrough.check(config)
+        configs.check_values(config)
     except (ConfigError, ImportError) as error:
         yield Finding("config", MISSING, str(error))
     else:

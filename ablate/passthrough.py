@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ablate import keys, resolve, tracking
+from ablate import construct, keys, resolve, tracking
 from ablate.errors import ConfigError, nearest, unknown
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def check(config: Config) -> None:
         if names and group == "trl":
             _check_loss_options(config, names)
     tracking.check(config)
+    construct.check(config)
 
 
 def group_names(config: Config, group: str) -> list[str]:

@@ -226,12 +226,12 @@ def _initial_adapter(cell: Stored, base: Any, start: models.LoadedModel) -> Any:
     from peft import get_peft_model
     from transformers import set_seed
 
-    from ablate.cell import _lora
+    from ablate.cell import lora_config
 
     devices = [torch.device(start.device)] if start.device.startswith("cuda") else []
     with torch.random.fork_rng(devices=devices):
         set_seed(cell.seed)
-        model: Any = get_peft_model(base, _lora(SimpleNamespace(peft=cell.config["peft"])))  # type: ignore[arg-type]
+        model: Any = get_peft_model(base, lora_config(SimpleNamespace(peft=cell.config["peft"])))  # type: ignore[arg-type]
     trained = {n: p.detach().cpu() for n, p in model.named_parameters() if p.requires_grad}
     found = hashlib.sha256((start.sha256 + weights_sha256(trained)).encode()).hexdigest()
     known = (cell.directory.read_env() or {}).get("pairing", {}).get("initial_weights_sha256")

@@ -76,7 +76,12 @@ def split_pairs(split: str) -> tuple[list[Pair], list[Pair]]:
 @register
 @dataclass(frozen=True)
 class Arithmetic:
-    """Options: form "plain" ('07+35=') or "chat" (a conversation); split; max_completion_length in tokens."""
+    """Options.
+
+    form: "plain" ('07+35=') or "chat" (a conversation).
+    split: which part of the sums is held out, "heldout" or "validation".
+    max_completion_length: tokens.
+    """
 
     name: ClassVar[str] = "arithmetic"
     primary_metric: ClassVar[str] = "probability"

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ablate import aliases, config, keys, passthrough
+from ablate import help as help_texts
 from ablate.config import Config, ConfigError
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -365,7 +366,19 @@ def test_reading_a_config_loads_neither_torch_nor_trl(root: Path) -> None:
 
 
 def test_help_names_every_key() -> None:
-    named = {key.removesuffix(".*") for key, _, _ in config.help_lines()}
+    named = {key.removesuffix(".*") for key, _, _ in help_texts.key_lines()}
     schema = keys.Schema(Config)
     assert set(schema.leaves) | set(keys.OPEN_GROUPS) | {"grid", "points"} == named
     assert keys.help_of("train.steps", Config) == "optimizer steps"
+
+
+def test_help_says_what_the_options_of_a_task_mean() -> None:
+    from ablate import tasks
+
+    lines = {key: (default, meaning) for key, default, meaning in help_texts.task_lines()}
+    assert set(lines) == {f"{name}.{option}" for name in tasks.names() for option in tasks.options(name)}
+    assert lines["gsm8k.form"] == ("plain", '"plain" or "think".')
+    assert lines["gsm8k.path"][0] == "null" and "test.jsonl" in lines["gsm8k.path"][1]
+    assert lines["gsm8k.conversational"][0] == "true"
+    without = [key for key, (_, meaning) in lines.items() if not meaning]
+    assert without == [], "a line 'option: meaning' in the task's docstring"
