@@ -151,7 +151,9 @@ def _read_config(cell: Cell, path: Path) -> str | None:
     cell.axes = {k: v for k, v in axes.items() if isinstance(v, list)} if isinstance(axes, dict) else {}
     cell.config, cell.experiment = config, str(content.get("experiment") or "")
     value = content.get("hash")
-    return None if value is None else str(value)
+    if value != schema.config_hash(config, cell.variant, seed):
+        raise RunFileError(path, None, "its hash does not fit its content: it was edited")
+    return str(value)
 
 
 def _contradictions(cell: Cell) -> list[RunFileError]:

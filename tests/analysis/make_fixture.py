@@ -229,7 +229,7 @@ def write_cell(
     folder.mkdir(parents=True, exist_ok=True)
     cell = {"name": name, "variant": variant, "seed": seed, "point": {"beta": beta}}
     settings = {**config(variant, seed, beta=beta), "experiment": root.name}
-    config_hash = digest(settings)
+    config_hash = schema.config_hash(settings, variant, seed)
     write_json(
         folder / schema.CONFIG_FILE, {"hash": config_hash, "experiment": root.name, "cell": cell, "config": settings}
     )
@@ -293,14 +293,15 @@ def points(root: Path) -> Path:
             known["train"] |= settings
             identity = {"name": cell.name, "variant": "reference", "seed": seed, "point": {"point": point}}
             identity["axes"] = {"point": list(POINTS)}
-            made = {"hash": digest(known), "experiment": "points", "cell": identity, "config": known}
+            known_hash = schema.config_hash(known, "reference", seed)
+            made = {"hash": known_hash, "experiment": "points", "cell": identity, "config": known}
             write_json(cell / schema.CONFIG_FILE, made)
             hashes = pairing(seed) | {"initial_weights_sha256": digest("initial", settings["dtype"])}
             resolved = {"device": "cuda:0", "loss_backend": "triton", "rollout": "vllm"}
             env = environment(seed, device=gpu, pairing=hashes, machine="m0", resolved=resolved)
             write_json(cell / schema.ENV_FILE, env)
             done = json.loads((cell / schema.DONE_FILE).read_text())
-            done |= {"hash": digest(known), "pairing": hashes, "wall_seconds": 90.0}
+            done |= {"hash": known_hash, "pairing": hashes, "wall_seconds": 90.0}
             done["eval"] = {key: value for key, value in evals[-1].items() if key != "step"}
             done["finished_at"] = f"2026-01-01T0{seed}:{2 * index:02d}:00+00:00"
             write_json(cell / schema.DONE_FILE, done)

@@ -25,6 +25,15 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(content))
 
 
+def reconfigure(cell: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """The cell as if it had run with another config."""
+    edit(cell / schema.CONFIG_FILE, lambda content: change(content["config"]))
+    content = json.loads((cell / schema.CONFIG_FILE).read_text())
+    made = schema.config_hash(content["config"], content["cell"]["variant"], content["cell"]["seed"])
+    for name in (schema.CONFIG_FILE, schema.DONE_FILE):
+        edit(cell / name, lambda content: content.update(hash=made))
+
+
 def state(directory: Path, cell: str = CELL) -> str:
     return str(load(directory).cells.set_index("cell").loc[cell, "state"])
 
@@ -231,8 +240,30 @@ def test_uncommitted_changes_and_versions_are_said(copied: Path) -> None:
     assert any("different resolved.loss_backend: " in m and f"triton in {CELL}" in m for m in messages)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content["config"]["train"].update(learning_rate=1e-3),
+        lambda content: content["config"].update(model="other"),
+        lambda content: content["cell"].update(variant="k2"),
+        lambda content: content.pop("hash"),
+    ],
+)
+def test_an_edited_config_is_damage(copied: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    edit(copied / CELL / schema.CONFIG_FILE, change)
+    assert state(copied) == "damaged"
+    assert f"error: {CELL}/config.json: its hash does not fit its content: it was edited" in errors(copied)
+    with pytest.raises(RunFileError, match="it was edited"):
+        load(copied, strict=True)
+
+
+def test_what_only_says_where_a_cell_ran_may_change(copied: Path) -> None:
+    edit(copied / CELL / schema.CONFIG_FILE, lambda content: content["config"].update(out="elsewhere", jobs=3))
+    assert state(copied) == "done"
+
+
 def test_settings_that_differ_are_said(copied: Path) -> None:
-    edit(copied / CELL / schema.CONFIG_FILE, lambda c: c["config"]["train"].update(learning_rate=1e-3))
+    reconfigure(copied / CELL, lambda config: config["train"].update(learning_rate=1e-3))
     (problem,) = load(copied).problems
     assert "differ in the setting train.learning_rate" in problem.message
     assert f"0.001 in {CELL}" in problem.message
@@ -352,5 +383,5 @@ def test_axes_keep_the_order_of_the_sweep(points: Path, demo: Path, tmp_path: Pa
 def test_a_setting_that_the_point_does_not_explain_is_said(points: Path, tmp_path: Path) -> None:
     target = tmp_path / "points"
     shutil.copytree(points, target)
-    edit(target / "reference-seed1-pointbf16" / schema.CONFIG_FILE, lambda c: c["config"]["train"].update(steps=99))
+    reconfigure(target / "reference-seed1-pointbf16", lambda config: config["train"].update(steps=99))
     assert ["train.steps" in str(problem) for problem in load(target).problems] == [True]
