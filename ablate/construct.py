@@ -166,10 +166,12 @@ def _sampling_params(cell: Cell) -> None:
 def _engine_args(cell: Cell) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
+    from ablate import engines
     from ablate.rollout.vllm_live import OWN_OPTIONS
 
     options = {name: value for name, value in cell.config.vllm.items() if name not in OWN_OPTIONS}
     _check_types("vllm", options, EngineArgs)
+    engines.check_quantization(cell.config)
     EngineArgs(model=".", **options)  # a folder: the name of a model would be looked up on the hub
 
 

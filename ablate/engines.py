@@ -54,15 +54,8 @@ def vllm_spec(config: Config, loaded: Any, args: Any, prompts: list[Any]) -> Spe
     folder = Path(loaded.path)
     dtype = getattr(torch, config.train.dtype)
     checkpoint = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    stored = getattr(checkpoint, "quantization_config", None) or {}
-    quantization = config.vllm.get("quantization") or dict(stored).get("quant_method")
-    if quantization == "bitsandbytes":
-        check_bitsandbytes(config.train.dtype, "vllm.quantization" if "quantization" in config.vllm else "model")
-    if quantization and not rank:
-        raise ConfigError(
-            f"vllm.quantization={quantization}: weights that are all trained cannot go into a quantised engine; say "
-            "train.lora=true, or rollout=transformers"
-        )
+    stored = (getattr(checkpoint, "quantization_config", None) or {}).get("quant_method")
+    quantization = check_quantization(config, stored)
     parameters = vllm_memory.parameters_of(checkpoint)
     shared = rank and config.vllm.get("share_weights") is not False and not quantization
     reserve = 0 if shared else parameters * (dtype.itemsize if rank else FULL_STATE_BYTES)
@@ -108,9 +101,22 @@ def _rank(config: Config) -> int:
     return max([int(config.peft.get("r", 16)), *map(int, patterns.values())])
 
 
-def check_bitsandbytes(dtype: str, key: str) -> None:
-    """Refuses a 4-bit engine that cannot run, with what it lacks; `key` asked for it. Raises ConfigError."""
-    if dtype == "float32":
+def check_quantization(config: Config, stored: str | None = None) -> str | None:
+    """How the engine's weights are quantised: `vllm.quantization`, or as the model's folder says (`stored`).
+
+    Raises ConfigError, with what is missing, where such an engine cannot run here.
+    """
+    asked = config.vllm.get("quantization")
+    key = f"vllm.quantization={asked}" if asked else f"model={config.model} ({stored})"
+    quantization = asked or stored
+    if quantization and not config.train.lora:
+        raise ConfigError(
+            f"{key}: weights that are all trained cannot go into a quantised engine; say train.lora=true, or "
+            "rollout=transformers"
+        )
+    if quantization != "bitsandbytes":
+        return quantization
+    if config.train.dtype == "float32":
         raise ConfigError(f"{key}: a bitsandbytes engine computes in 16 bit; say train.dtype=bfloat16 or float16")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ConfigError(f"{key}: bitsandbytes is not installed: pip install bitsandbytes")
@@ -120,6 +126,7 @@ def check_bitsandbytes(dtype: str, key: str) -> None:
             f"{key}: bitsandbytes was built into vLLM up to 0.27; {'.'.join(map(str, installed))} takes it from a "
             "plugin, which is not installed: pip install vllm-bnb-plugin"
         )
+    return quantization
 
 
 def _vllm_version() -> tuple[int, int]:

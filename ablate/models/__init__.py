@@ -73,6 +73,9 @@ class LoadedModel:
                 f"model: the weights in {self.path} lack {len(missing)} tensors of {type(model).__name__}, among them "
                 f"{', '.join(missing[:3])}; they would be random. Take a complete causal language model"
             )
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes would repack 4-bit weights in the first
+                module.support_avx512bf16_for_cpu = False  # evaluation on a CPU, and no gradient passes them after that
         return model if "quantization_config" in overrides else model.to(self.device)
 
 
