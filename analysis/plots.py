@@ -31,7 +31,7 @@ from analysis.style import OTHER, PARTS, RC, Style, styles
 
 PANEL = (3.35, 2.45)  # inches
 WRAP = 4  # panels in a row
-NOTEBOOK_DPI, NOTEBOOK_COLORS = 100, 128
+NOTEBOOK_DPI, NOTEBOOK_PIXELS, NOTEBOOK_COLORS = 100, 900, 96  # at most so many pixels wide
 _EXACT = dict(zip(stats.EXACT_KL, ("exact KL to the start (nats per token)", "exact forward KL (nats per token)"),
                   strict=True))  # fmt: skip
 
@@ -40,7 +40,8 @@ class Plot(Figure):
     """A matplotlib Figure that a notebook shows without pyplot, in few colours so that the notebook stays small."""
 
     def _repr_png_(self) -> bytes:
-        drawn, buffer = Image.open(io.BytesIO(encode(self, "png", NOTEBOOK_DPI))), io.BytesIO()
+        dpi = min(NOTEBOOK_DPI, NOTEBOOK_PIXELS / self.get_figwidth())
+        drawn, buffer = Image.open(io.BytesIO(encode(self, "png", dpi))), io.BytesIO()
         drawn.convert("RGB").quantize(NOTEBOOK_COLORS).save(buffer, format="png", optimize=True)
         return buffer.getvalue()
 

@@ -109,6 +109,10 @@ def sentences(replay: Replay) -> list[str]:
             f"Training logged a gradient norm of {training['grad_norm']:.6g} for {replay.data['trained_variant']} at "
             f"this step; the replay differs by {training['relative_difference']:.1g} of it."
         )
+    origin = replay.data.get("provenance") or {}
+    if origin.get("command"):
+        sha = (origin.get("git") or {}).get("sha")
+        lines.append(f"Command: {origin['command']}" + (f"; commit {sha[:12]}." if sha else "."))
     zero = [v["name"] for v in replay.variants if v["grad_norm"] == 0]
     if zero:
         lines.append(f"No gradient at all: {', '.join(zero)}.")

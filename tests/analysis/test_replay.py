@@ -148,6 +148,9 @@ def test_weights_by_position_and_sign(item: replay.Replay) -> None:
 
 def test_sentences(item: replay.Replay, tmp_path: Path) -> None:
     text = "\n".join(replay.sentences(item))
+    origin = {"git": {"sha": "a" * 40}, "command": "python -m ablate replay run=runs/x step=1"}
+    known = replay.sentences(replay.Replay(item.path, {**item.data, "provenance": origin}))
+    assert f"Command: python -m ablate replay run=runs/x step=1; commit {'a' * 12}." in known
     assert "kl 2e-08 (relative to metrics.jsonl)" in text
     assert "gradient norm of 5.1 for reference" in text and "differs by 3e-08" in text
     assert "No gradient at all: nothing." in text
