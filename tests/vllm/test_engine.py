@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import traceback
+import weakref
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -173,6 +177,56 @@ def test_an_engine_that_runs_out_of_memory_is_replaced(tiny: Path, monkeypatch: 
     assert fresh is not live
     model = adapted(fresh.shared_model(), 0.1)
     assert compare(model, draw(engine(fresh), model))[0] < 1e-3
+
+
+def weights_of(live: vllm_live.Live) -> weakref.ref[torch.Tensor]:
+    return weakref.ref(next(live.model.parameters()))
+
+
+def test_another_engine_is_started_where_options_differ_and_the_old_one_is_freed(tiny: Path) -> None:
+    first = live_engine(tiny, rank=8, max_num_seqs=4)
+    held = weights_of(first)
+    model = adapted(first.shared_model())
+    draw(engine(first), model)
+    del model
+    second = live_engine(tiny, rank=8, max_num_seqs=8)
+    assert second is not first and first.broken and second.plan["max_num_seqs"] == 8
+    assert held() is None, "the ended engine's weights are still there"
+    model = adapted(second.shared_model(), 0.1)
+    assert compare(model, draw(engine(second), model))[0] < 1e-3
+
+
+def test_a_failed_engine_is_freed_while_its_error_is_still_held(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runner keeps the error until it has written it down: what its frames hold of the engine must not stay."""
+    live = live_engine(tiny, rank=8)
+    held, model = weights_of(live), adapted(AutoModelForCausalLM.from_pretrained(tiny))
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 7 GiB")
+
+    monkeypatch.setattr(live.worker.model_runner, "execute_model", fail)
+    with pytest.raises(EngineError, match="7 GiB") as caught:
+        draw(engine(live), model)
+    monkeypatch.undo()
+    gc.collect()
+    assert held() is None
+    assert "tried to allocate" in "".join(traceback.format_exception(caught.value))
+
+
+def test_nothing_grows_from_step_to_step(lora: Any) -> None:
+    """Memory of the process, the KV cache's blocks, and what vLLM keeps by the adapter's name."""
+    live, model = lora
+    e = engine(live, length=8, min_p=0.05)
+    scheduler = live.llm.llm_engine.engine_core.engine_core.scheduler
+    pool, sizes = scheduler.kv_cache_manager.block_pool, []
+    for step in range(25):
+        draw(e, model, rows=64, step=step, seed=step)
+        move(model, 0.01)
+        assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own, always
+        assert not scheduler.requests and len(live.llm.llm_engine.output_processor.request_states) == 0
+        sizes.append(psutil.Process().memory_info().rss)
+    assert max(sizes[15:]) - sizes[5] < 4 << 20
+    assert len(live.adapter.manager.list_adapters()) == 1
 
 
 def test_an_engine_that_does_not_start_says_why(tiny: Path) -> None:
