@@ -105,7 +105,12 @@ def _print_plan(config: configs.Config, full: bool) -> None:
 @click.option(
     "--committed", is_flag=True, help="Everything that shows committed results: their tables, README, log and notebook."
 )
-def report(what: Sequence[str], pages: Sequence[Path], committed: bool) -> None:
+@click.option(
+    "--pack",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Instead, copy the finished runs there, small: without rollouts and checkpoints, metrics compressed.",
+)
+def report(what: Sequence[str], pages: Sequence[Path], committed: bool, pack: Path | None) -> None:
     """Write tables, curves and report.html again, from run files alone.
 
     FOLDER is an experiment's folder, such as runs/default; without one it is that of experiment= and out=.
@@ -116,8 +121,10 @@ def report(what: Sequence[str], pages: Sequence[Path], committed: bool) -> None:
     given = [text for text in what if "=" in text]
     if given and (folders or pages):
         raise ConfigError(f"{given[0]}: a {'folder' if folders else 'page'} was given, so keys have no effect")
-    if committed and (what or pages):
-        raise ConfigError("--committed takes neither folders, keys nor --page")
+    if committed and (what or pages or pack):
+        raise ConfigError("--committed takes neither folders, keys, --page nor --pack")
+    if pack and pages:
+        raise ConfigError("--pack and --page are two different things: run report twice")
     if committed or pages:
         _write_pages(folders, pages, committed)
         return
@@ -127,8 +134,21 @@ def report(what: Sequence[str], pages: Sequence[Path], committed: bool) -> None:
     for folder in folders:
         if not folder.is_dir():
             raise ConfigError(f"{folder}: there are no runs; `python -m ablate run` makes them")
+    if pack:
+        _pack(folders, pack)
+        return
     if not all([runner.report(folder, console) for folder in folders]):
         sys.exit(runner.FAILED)
+
+
+def _pack(folders: Sequence[Path], target: Path) -> None:
+    from analysis.pack import pack
+
+    try:
+        for folder in folders:
+            click.echo(f"{folder}: {len(pack(folder, target))} runs packed into {target}")
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
 
 
 def _write_pages(folders: Sequence[Path], pages: Sequence[Path], committed: bool) -> None:

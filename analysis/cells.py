@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ablate import schema
-from analysis.files import Problem, RunFileError, read_json, read_jsonl
+from analysis.files import PACKED, Problem, RunFileError, read_json, read_jsonl
 
 POINT = "point"  # the axis of named points, whose values need no name beside them
 FILES = (
@@ -99,7 +99,7 @@ def read_cell(folder: Path, root: Path, problems: list[Problem], strict: bool) -
                 note(error)
     for name, target in ((schema.METRICS_FILE, "metrics"), (schema.EVAL_FILE, "evals")):
         path = folder / name
-        if path.exists():
+        if path.exists() or path.with_name(name + PACKED).exists():
             try:
                 rows, torn = read_jsonl(path, schema.STEP)
             except RunFileError as error:

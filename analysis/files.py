@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
 import re
 import tempfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+PACKED = ".gz"  # a file that is missing may lie beside its place, compressed
 
 
 class RunFileError(ValueError):
@@ -64,17 +68,26 @@ def _ends_early(error: json.JSONDecodeError) -> bool:
     return unfinished_word or bool(re.fullmatch(r"\.|[eE][+-]?", rest))
 
 
+def read_bytes(path: Path) -> bytes:
+    """Content of a file, or of its compressed form where only that is there. Raises RunFileError where neither is."""
+    try:
+        if path.exists():
+            return path.read_bytes()
+        path = path.with_name(path.name + PACKED)
+        return gzip.decompress(path.read_bytes())
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise RunFileError(path, None, f"not a whole gzip file ({error})") from error
+    except OSError as error:
+        raise RunFileError(path, None, f"cannot be read ({error.strerror or error})") from error
+
+
 def read_jsonl(path: Path, step_key: str) -> tuple[list[dict[str, float]], bool]:
     """Rows of a JSON-lines file of numbers (null reads as NaN), and whether a torn last line was dropped.
 
     A last line without its newline that does not parse is what a killed writer leaves: it is dropped. Anything else
     that is no object of numbers, a missing or negative `step_key`, steps that repeat or go back raise RunFileError.
     """
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise RunFileError(path, None, f"cannot be read ({error.strerror or error})") from error
-    lines = data.split(b"\n")
+    lines = read_bytes(path).split(b"\n")
     rows: list[dict[str, float]] = []
     last_step, last_line = -1, 0
     for number, line in enumerate(lines, start=1):

@@ -1,0 +1,69 @@
+"""Packed runs: small, and the same report."""
+
+import gzip
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ablate import schema
+from analysis import load, tables
+from analysis.files import PACKED
+from analysis.pack import pack
+
+FIXTURE = Path(__file__).parent / "fixture" / "demo"
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("packed") / "demo"
+    pack(FIXTURE, target)
+    return target
+
+
+def size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_the_report_is_the_same(packed: Path) -> None:
+    before, after = load.load(FIXTURE), load.load(packed)
+    assert tables.comparison_table(after).rows == tables.comparison_table(before).rows
+    assert after.metrics.equals(before.metrics) and after.evals.equals(before.evals)
+    assert sorted(path.name for path in (packed / schema.REPORT_DIR).iterdir()) == ["curves.svg", "table.md"]
+    cell = packed / "reference-seed0-beta1"
+    assert not (cell / schema.METRICS_FILE).exists() and not (cell / schema.ROLLOUTS_DIR).exists()
+    rows = (FIXTURE / cell.name / schema.METRICS_FILE).read_bytes()
+    assert gzip.decompress((cell / (schema.METRICS_FILE + PACKED)).read_bytes()) == rows
+
+
+def test_again_and_in_parts_gives_the_same_bytes(packed: Path, tmp_path: Path) -> None:
+    """A sweep that comes home in two parts, and what is packed already, packed again."""
+    parts = [tmp_path / "first", tmp_path / "second"]
+    for cell in FIXTURE.glob(f"*/{schema.DONE_FILE}"):
+        shutil.copytree(cell.parent, parts["seed0" in cell.parent.name] / cell.parent.name)
+    target = tmp_path / "demo"
+    for part in parts:
+        pack(part, target)
+    again = tmp_path / "again" / "demo"
+    pack(target, again)
+    for cell in packed.glob("*-seed*"):
+        for path in (path for path in cell.rglob("*") if path.is_file()):
+            assert path.read_bytes() == (again / path.relative_to(packed)).read_bytes(), path
+    assert size(again) < size(FIXTURE) / 2
+
+
+def test_what_cannot_be_packed_is_said(packed: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no finished run"):
+        pack(tmp_path, tmp_path / "target")
+    with pytest.raises(ValueError, match="another folder"):
+        pack(packed, packed / ".." / packed.name)
+
+
+def test_a_cut_file_is_damage(packed: Path, tmp_path: Path) -> None:
+    target = tmp_path / "demo"
+    shutil.copytree(packed, target)
+    path = target / "reference-seed0-beta1" / (schema.METRICS_FILE + PACKED)
+    path.write_bytes(path.read_bytes()[:-20])
+    runs = load.load(target)
+    assert any("not a whole gzip file" in problem.message for problem in runs.problems)
+    assert runs.cells.set_index("cell").loc["reference-seed0-beta1", "state"] == "damaged"
