@@ -3,10 +3,10 @@
 Every row computes the same number on the same problem, `full` in plain torch without this library.
 
 Gate: the exact loss and gradients come from float64; a row may be at most its budget times as far off as an independent
-computation in the problem's dtype is. One row outside, and nothing is reported (exit 1).
-Time: rows interleaved, medians over the rounds; `x full` is the median of the ratios within a round, so that a machine
-that slows down for a while favours no row.
-On CUDA also `x floor`, over the cuBLAS products that no exact method can do without; L2 is cold before each time.
+computation in the problem's dtype. A row outside is shown with its error and without a time; where that is one of the
+library's own, or `full`, the exit code is 1. A peer that is missing, raises or takes longer than --limit is a line too.
+Time: each row in turn with what it is measured against, on CUDA the cuBLAS products that no exact method can do without
+(`x floor`), elsewhere `full`; medians over the rounds, of the ratios within a round. On CUDA L2 is cold before each.
 Memory: peak above inputs and gradients; on the CPU the high-water mark of the resident set of a new process, on CUDA
 torch's own count.
 """
@@ -16,99 +16,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import gc
-import importlib.metadata
 import json
-import os
-import platform
-import statistics
-import subprocess
+import multiprocessing
 import sys
-import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from losses import bench_cuda
+from losses import bench_cuda, bench_measure, bench_report
 from losses.bench_gate import Gate
-from losses.bench_rows import ROWS, TERMS, Entry, Problem, Shape, choose_rows, entries
+from losses.bench_process import attempt, one_by_one
+from losses.bench_rows import ROWS, TERMS, VARIANTS, Entry, Problem, Shape, choose_rows, entries, missing
+from losses.spec import nearest
 
-CLEAR_REFS = Path("/proc/self/clear_refs")
-PACKAGES = (
-    "torch", "triton", "numpy", "transformers", "trl", "liger-kernel", "unsloth", "unsloth_zoo", "cut-cross-entropy"
-)  # fmt: skip
 MIB = 2**20
-FLOOR = "floor"
-
-
-# ---------------------------------------------------------------------------------------------------------------- time
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def seconds(work: Callable[[], Any], device: str) -> tuple[float, float]:
-    """Wall seconds of `work`, and the processor seconds of all its threads."""
-    _synchronize(device)
-    wall, processor = time.perf_counter(), time.process_time()
-    work()
-    _synchronize(device)
-    return time.perf_counter() - wall, time.process_time() - processor
-
-
-def times(chosen: list[Entry], problem: Problem, reps: int, warm_up: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """{row: {"wall": [...], "cpu": [...]}} in seconds, one figure a round."""
-    device = problem.shape.device
-    work: dict[str, Callable[[], Any]] = {str(e): functools.partial(e.step, problem) for e in chosen}
-    if device == "cuda":
-        work = {FLOOR: bench_cuda.floor(problem)} | work
-    out: dict[str, Any] = {name: {"wall": [], "cpu": []} for name in work}
-    for i in range(warm_up + reps):
-        for name, step in work.items():
-            say(f"round {i + 1} of {warm_up + reps}: {name}")
-            gc.collect()
-            if device == "cuda":
-                bench_cuda.cool_down()
-            wall, processor = seconds(step, device)
-            if i >= warm_up:
-                out[name]["wall"].append(wall)
-                out[name]["cpu"].append(processor)
-    return out
+PROGRAM = "losses.bench"
 
 
 # -------------------------------------------------------------------------------------------------------------- memory
-
-
-def _status(field: str) -> int:
-    """Bytes of a field of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"/proc/self/status has no {field}")
-
-
-def peak_extra(work: Callable[[], Any], device: str) -> int | None:
-    """Bytes in use at most during `work`, above those before it; None where the system does not tell."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        work()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    try:
-        before = _status("VmRSS")
-        CLEAR_REFS.write_text("5")  # resets the high-water mark (man 5 proc)
-    except OSError:
-        return None
-    work()
-    return _status("VmHWM") - before
 
 
 def memory_here(entry: Entry, shape: Shape) -> int | None:
@@ -119,180 +47,160 @@ def memory_here(entry: Entry, shape: Shape) -> int | None:
         entry.step(Problem.make(dataclasses.replace(shape, tokens=shape.batch * 2, vocab=min(shape.vocab, 512))))
     problem = Problem.make(shape)
     kept: list[Any] = []
-    peak = peak_extra(lambda: kept.extend(entry.step(problem)[1:]), shape.device)
+    peak = bench_measure.peak_extra(lambda: kept.extend(entry.step(problem)[1:]), shape.device)
     return None if peak is None else peak - sum(x.nbytes for x in kept if x is not None)
 
 
-def memory(entry: Entry, problem: Problem) -> int | None:
+def memory(entry: Entry, shape: Shape) -> int | None:
     """`memory_here`, on the CPU in a process of its own: what another row has freed is still resident in this one."""
-    if problem.shape.device == "cuda":
-        return memory_here(entry, problem.shape)
-    job = {"row": entry.row.name, "variant": entry.variant, "shape": dataclasses.asdict(problem.shape)}
-    root = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, "-m", "losses.bench", "--memory-job", json.dumps(job)],
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path},
-    )  # fmt: skip
-    if done.returncode != 0:
-        raise RuntimeError(f"measuring the memory of {entry} failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    if shape.device == "cuda":
+        return memory_here(entry, shape)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(memory_here, entry, shape).result()
 
 
-def _memory_job(text: str) -> int:
-    job = json.loads(text)
-    print(json.dumps(memory_here(Entry(ROWS[job["row"]], job["variant"]), Shape(**job["shape"]))))
-    return 0
+# ----------------------------------------------------------------------------------------------------------------- row
 
 
-# ---------------------------------------------------------------------------------------------------------- provenance
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How each row is measured. base: `full`, where rows are measured against it; on CUDA it is the products alone."""
+
+    shape: Shape
+    reps: int
+    warm_up: int
+    steps: int
+    memory: bool
+    base: Entry | None
 
 
-def _git(*arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.rstrip()
+def prepare(plan: Plan) -> Callable[[Entry], dict[str, Any]]:
+    """Makes the problem and the gate's exact values; the result measures a row."""
+    problem = Problem.make(plan.shape)
+    return functools.partial(measure, plan, problem, Gate(problem))
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def measure(plan: Plan, problem: Problem, gate: Gate, entry: Entry) -> dict[str, Any]:
+    """Gate, time, memory of one row: what the report shows of it, or {"failed": why}."""
+    package = entry.row.package
+    if why := missing(package):
+        return {"failed": why}
+    version = {"version": package and bench_report.version(package)}
+    return version | attempt(functools.partial(_measure, plan, problem, gate), entry)
 
 
-def _device_name(device: str) -> str:
+def _measure(plan: Plan, problem: Problem, gate: Gate, entry: Entry) -> dict[str, Any]:
+    checked, device = gate.check(entry), plan.shape.device
+    row: dict[str, Any] = {"errors": checked["errors"]}
+    if not checked["ok"]:
+        return row | {"failed": "outside its error budget"}
+    step = functools.partial(entry.step, problem)
+    base: Callable[[], Any] | None = None
+    against: str | None = None
     if device == "cuda":
-        return torch.cuda.get_device_name()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]}, {os.cpu_count()} cores" if names else platform.machine()
-
-
-def provenance(shape: Shape, command: list[str]) -> dict[str, Any]:
-    """Code, versions, machine, command, date. `changed`: files of this package that differ from the commit."""
-    status = _git("status", "--porcelain", "--", ".")
-    return {
-        "commit": os.environ.get("LOSSES_COMMIT") or _git("rev-parse", "HEAD"),  # where the code runs without its .git
-        "changed": None if status is None else [line[3:] for line in status.splitlines() if line.endswith(".py")],
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m losses.bench", *command]),
-        "python": platform.python_version(),
-        "packages": {name: v for name in PACKAGES if (v := _version(name))},
-        "device": _device_name(shape.device),
-        "threads": torch.get_num_threads(),
-        "blas": "mkl" if torch.backends.mkl.is_available() else "other",
-        "load_average": list(os.getloadavg()),
-    }
+        base, against = bench_cuda.floor(problem), "floor"
+    elif plan.base is not None:
+        base = None if entry == plan.base else functools.partial(plan.base.step, problem)
+        against = "full"
+    got = bench_measure.rounds(step, base, device, plan.reps, plan.warm_up, plan.steps)
+    row |= {kind: bench_measure.summary(got[kind]) for kind in ("wall", "cpu")}
+    if against is not None:
+        row["base"] = {"name": against, "wall": bench_measure.summary(got["base_wall"])}
+        for kind in ("wall", "cpu"):
+            row[f"{kind}_over_{against}"] = bench_measure.over(got[kind], got[f"base_{kind}"])
+    return row | {"peak_extra_bytes": memory(entry, plan.shape) if plan.memory else None}
 
 
 # -------------------------------------------------------------------------------------------------------------- report
 
 
-def _summary(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def _over_full(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:
+    """Against `full` in the same rounds; on CUDA both against the products alone."""
+    if "wall_over_full" in row:
+        return row["wall_over_full"]
+    full = next((r for r in rows if r["row"] == "full" and "wall_over_floor" in r), None)
+    return None if full is None or "wall_over_floor" not in row else row["wall_over_floor"] / full["wall_over_floor"]
 
 
-def summarise(
-    chosen: list[Entry], measured: dict[str, Any], gates: dict[str, Any], peaks: dict[str, Any]
-) -> list[dict]:
-    """One dict a row: label, variant, wall and cpu seconds, ratios to `full`, peak extra bytes, errors."""
-    base = next((measured[str(e)] for e in chosen if e.row.name == "full"), None)
-    floor = measured.get(FLOOR)
-    rows = []
-    for entry in chosen:
-        got = measured[str(entry)]
-        row: dict[str, Any] = {"row": entry.row.name, "label": entry.row.label, "variant": entry.variant}
-        for kind in ("wall", "cpu"):
-            row[kind] = _summary(got[kind]) | {"rounds": got[kind]}
-            if base is not None:
-                row[f"{kind}_over_full"] = _summary([a / b for a, b in zip(got[kind], base[kind], strict=True)])
-        if floor is not None:
-            row["wall_over_floor"] = _summary([a / b for a, b in zip(got["wall"], floor["wall"], strict=True)])
-        rows.append(row | {"peak_extra_bytes": peaks[str(entry)], "errors": gates[str(entry)]["errors"]})
-    return rows
+def _cells(row: dict[str, Any], rows: list[dict[str, Any]], gpu: bool, kept: int) -> list[str]:
+    name = " ".join(filter(None, [row["label"], row.get("version") if row["peer"] else None]))
+    error = f"{row['errors']['d_hidden'][0]:.1e}" if "errors" in row else ""
+    if "failed" in row:
+        return [name, row["variant"], f"failed: {row['failed']}", *[""] * (5 if gpu else 4), error]
+    digits, unit = (1, 1000) if gpu else (3, 1)
+    spread = "{:.{d}f} [{:.{d}f}, {:.{d}f}]".format(
+        *(row["wall"][k] * unit for k in ("median", "min", "max")), d=digits
+    )
+    over_full, peak = _over_full(row, rows), row["peak_extra_bytes"]
+    cells = [name, row["variant"], spread, "" if over_full is None else f"{over_full:.2f}"]
+    if gpu:
+        cells += [f"{row['wall_over_floor']:.3f}", f"{row['base']['wall']['median'] * unit:.1f}"]
+        cells.append("" if peak is None else f"{(peak + kept) / MIB:,.0f} MiB")
+    else:
+        cells += [f"{row['cpu']['median']:.3f}", f"{row['cpu_over_full']:.2f}" if "cpu_over_full" in row else ""]
+    return [*cells, "not measured" if peak is None else f"{peak / MIB:,.0f} MiB", error]
 
 
-def _gate_lines(gates: dict[str, Any]) -> list[str]:
+def _spreads(rows: list[dict[str, Any]]) -> list[str]:
+    """For a row of several variants: how far the slowest and the fastest are from the first."""
     lines = []
-    for name, gate in gates.items():
-        errors = "  ".join(f"{what} {e:.1e} (at most {limit:.1e})" for what, (e, limit) in gate["errors"].items())
-        lines.append(f"{'ok ' if gate['ok'] else 'RED'} {name}: {errors}")
-    return lines
+    for name in dict.fromkeys(row["row"] for row in rows):
+        against = [(r["variant"], r["wall_over_floor"]) for r in rows if r["row"] == name and "wall_over_floor" in r]
+        if len(against) > 1:
+            (first, base), *others = against
+            ends = [
+                f"{v} {100 * (x / base - 1):+.1f} %" for v, x in (max(others, key=_second), min(others, key=_second))
+            ]
+            lines.append(f"Variants of `{name}` against {first}, both over the products alone: {' to '.join(ends)}.")
+    return [*lines, ""] if lines else []
+
+
+def _second(pair: tuple[str, float]) -> float:
+    return pair[1]
 
 
 def markdown(result: dict[str, Any]) -> str:
     """The report for people: one table, then where it comes from."""
-    shape, source = Shape(**result["shape"]), result["provenance"]
+    shape, rows = Shape(**result["shape"]), result["rows"]
     gpu = shape.device == "cuda"
-    size = f"({shape.batch}, {shape.tokens // shape.batch}, {shape.hidden})"
-    columns = [
-        "LM head + loss, forward + backward",
-        "variant",
-        "ms [min, max]" if gpu else "seconds [min, max]",
-        "x full",
-        "x floor" if gpu else "CPU seconds",
-        "with gradients" if gpu else "CPU x full",
-    ]
     kept = shape.tokens * shape.hidden + (shape.vocab * shape.hidden if shape.head == "train" else 0)
-    kept *= shape.torch_dtype.itemsize
-    lines = [
-        f"hidden {size}, vocab {shape.vocab}, {shape.dtype}, head {shape.head}, {shape.device}; "
-        f"{result['reps']} interleaved rounds, medians",
-        "",
-        f"| {' | '.join([*columns, 'peak extra', 'error of d hidden'])} |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in result["rows"]:
-        ratio, cpu_ratio, over_floor = (
-            row.get(name, {}).get("median") for name in ("wall_over_full", "cpu_over_full", "wall_over_floor")
-        )
-        digits, unit = (1, 1000) if gpu else (3, 1)
-        peak, wall = row["peak_extra_bytes"], row["wall"]
-        cells = [
-            row["label"],
-            row["variant"],
-            "{:.{d}f} [{:.{d}f}, {:.{d}f}]".format(*(wall[k] * unit for k in ("median", "min", "max")), d=digits),
-            "" if ratio is None else f"{ratio:.2f}",
-            (f"{over_floor:.3f}" if over_floor else "") if gpu else f"{row['cpu']['median']:.3f}",
-            (f"{(peak + kept) / MIB:,.0f} MiB" if peak is not None else "")
-            if gpu
-            else ("" if cpu_ratio is None else f"{cpu_ratio:.2f}"),
-            "not measured" if peak is None else f"{peak / MIB:,.0f} MiB",
-            f"{row['errors']['d_hidden'][0]:.1e}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    commit = f"`{source['commit'] or 'unknown'}`" + (
-        f" with changes in {source['changed']}" if source["changed"] else ""
+    columns = ["LM head + loss, forward + backward", "variant"]
+    columns += (
+        ["ms [min, max]", "x full", "x floor", "floor, ms", "with gradients"]
+        if gpu
+        else ["seconds [min, max]", "x full", "CPU seconds", "CPU x full"]
     )
-    packages = ", ".join(f"{name} {version}" for name, version in source["packages"].items())
-    load = ", ".join(f"{x:.1f}" for x in source["load_average"])
-    lines += [
+    cells = [_cells(row, rows, gpu, kept * shape.torch_dtype.itemsize) for row in rows]
+    size = f"({shape.batch}, {shape.tokens // shape.batch}, {shape.hidden})"
+    times = f", {result['steps']} steps back to back in each" if result["steps"] > 1 else ""
+    limit = f"; {result['limit']:g} s a row at most" if result["limit"] else ""
+    gates = [
+        f"    {'RED' if 'failed' in row else 'ok '} {row['row']}[{row['variant']}]: "
+        + bench_report.error_text(row["errors"])
+        for row in rows
+        if "errors" in row
+    ]
+    return "\n".join([
+        f"hidden {size}, vocab {shape.vocab}, {shape.dtype}, head {shape.head}, {shape.device}; "
+        f"{result['reps']} rounds{times}, medians{limit}",
         "",
-        f"`{source['command']}`",
+        *bench_report.table([*columns, "peak extra", "error of d hidden"], cells),
         "",
-        f"Commit {commit}, {source['date']}. {source['device']}, {source['threads']} threads, load average {load}. "
-        f"Python {source['python']}, {packages}.",
+        *([f"Not run yet: {', '.join(result['waiting'])}.", ""] if result["waiting"] else []),
+        *_spreads(rows),
+        *bench_report.source_lines(result["provenance"], shape.device),
         "",
         "Correctness gate, against float64:",
         "",
-        *(f"    {line}" for line in result["gate"]),
-    ]
-    return "\n".join(lines) + "\n"
+        *gates,
+    ]) + "\n"  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------------------- cli
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m losses.bench", description=str(__doc__).split("\n\n")[0])
+    made = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", description=str(__doc__).split("\n\n")[0])
     add = made.add_argument
     add("--tokens", type=int, default=8192, help="tokens of the batch (%(default)s)")
     add("--batch", type=int, default=1, help="completions that share the tokens (%(default)s)")
@@ -302,19 +210,43 @@ def parser() -> argparse.ArgumentParser:
     add("--head", choices=("frozen", "train"), default="frozen", help="whether the LM head's weight gets a gradient")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--rows", help=f"comma-separated, or all; of {', '.join(ROWS)} (default: full and this library's own)")
-    add("--variant", default="reference", help=f"comma-separated, or all; of {', '.join(TERMS)} (%(default)s)")
+    add("--variant", default="reference", help=f"comma-separated; founding: {', '.join(TERMS)}; all (%(default)s)")
     add("--reps", type=int, default=5, help="rounds that count (%(default)s)")
     add("--warm-up", type=int, default=1, help="rounds before those (%(default)s)")
+    add("--steps", type=int, default=1, help="steps back to back that a round times (%(default)s)")
     add("--no-memory", action="store_true", help="time alone")
     add("--json", action="store_true", help="print JSON instead of markdown")
-    add("--out", type=Path, help="also write DIR/<problem>.md and .json")
-    add("--memory-job", help=argparse.SUPPRESS)
+    add("--out", type=Path, help="also write DIR/<problem>.md and .json, after every row")
+    add_supervision(made)
     return made
+
+
+def add_supervision(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--limit", type=float, help="seconds of a row, with what it compiles; then it is ended (none)")
+    made.add_argument(
+        "--site", action="append", default=[], metavar="ROW=FOLDER",
+        help="packages that this row imports first, where peers want different versions of one package",
+    )  # fmt: skip
+
+
+def sites(options: argparse.Namespace, rows: dict[str, Any]) -> dict[str, str]:
+    """--site as {row: folder}. Raises ValueError naming the option; likewise for --limit."""
+    if options.limit is not None and not options.limit > 0:
+        raise ValueError(f"--limit {options.limit} must be above 0")
+    found = {}
+    for text in options.site:
+        name, _, folder = text.partition("=")
+        if name not in rows:
+            raise ValueError(f"--site {text}: unknown row {name!r}; {nearest(name, rows)}")
+        if not Path(folder).is_dir():
+            raise ValueError(f"--site {text}: there is no such folder")
+        found[name] = str(Path(folder).resolve())
+    return found
 
 
 def _check(options: argparse.Namespace) -> tuple[Shape, list[Entry]]:
     """Raises ValueError naming the option."""
-    for name in ("tokens", "batch", "hidden", "vocab", "reps"):
+    for name in ("tokens", "batch", "hidden", "vocab", "reps", "steps"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name} {getattr(options, name)} must be at least 1")
     if options.warm_up < 0:
@@ -323,10 +255,11 @@ def _check(options: argparse.Namespace) -> tuple[Shape, list[Entry]]:
         raise ValueError(f"--tokens {options.tokens} must be a multiple of --batch {options.batch}")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: there is no CUDA device; use --device cpu")
-    variants = list(TERMS) if options.variant == "all" else options.variant.split(",")
+    known = {"all": VARIANTS, "founding": tuple(TERMS)}
+    variants = list(known.get(options.variant, options.variant.split(",")))
     for variant in variants:
-        if variant not in TERMS:
-            raise ValueError(f"--variant {variant}: the benchmark knows {', '.join(TERMS)}")
+        if variant not in VARIANTS:
+            raise ValueError(f"--variant {variant}: {nearest(variant, VARIANTS)}")
     chosen = entries(choose_rows(options.rows, options.device), variants)
     if not chosen:
         raise ValueError(f"--rows {options.rows} --variant {options.variant}: no such row computes such a variant")
@@ -336,61 +269,51 @@ def _check(options: argparse.Namespace) -> tuple[Shape, list[Entry]]:
     return shape, chosen
 
 
-def _say(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+def say(name: str, outcome: dict[str, Any]) -> None:
+    """A finished row on standard error, for whoever watches."""
+    if "failed" in outcome:
+        what = f"failed: {outcome['failed']}"
+    else:
+        over = f", {outcome['wall_over_floor']:.3f} x floor" if "wall_over_floor" in outcome else ""
+        what = f"{1000 * outcome['wall']['median']:.1f} ms{over}"
+    print(f"{name}: {what}", file=sys.stderr, flush=True)
 
 
 def run(options: argparse.Namespace, command: list[str]) -> tuple[int, dict[str, Any]]:
-    """Gate, time, memory. Exit code 1, and only the gate in the result, where a row is wrong."""
+    """All rows in order, written after each. Exit code 1 where one of the library's own, or `full`, failed."""
     shape, chosen = _check(options)
-    source = provenance(shape, command)
-    problem = Problem.make(shape)
-    _say("float64")
-    gate = Gate(problem)
-    gates = {}
-    for entry in chosen:
-        _say(f"gate: {entry}")
-        gates[str(entry)] = gate.check(entry)
+    own_sites = sites(options, ROWS)
+    base = next((entry for entry in chosen if entry.name == "full"), None)
+    plan = Plan(shape, options.reps, options.warm_up, options.steps, not options.no_memory, base)
+    rows: list[dict[str, Any]] = []
     result: dict[str, Any] = {
-        "shape": dataclasses.asdict(shape), "provenance": source, "gate": _gate_lines(gates)
+        "shape": dataclasses.asdict(shape), "provenance": bench_report.provenance(PROGRAM, command, shape.device),
+        "reps": plan.reps, "steps": plan.steps, "limit": options.limit, "rows": rows,
+        "waiting": [str(entry) for entry in chosen],
     }  # fmt: skip
-    del gate
-    if not all(g["ok"] for g in gates.values()):
-        return 1, result
-    measured = times(chosen, problem, options.reps, options.warm_up, _say)
-    peaks = {}
-    for entry in chosen:
-        _say(f"memory: {entry}")
-        peaks[str(entry)] = None if options.no_memory else memory(entry, problem)
-    _say("")
-    result |= {"reps": options.reps, "rows": summarise(chosen, measured, gates, peaks)}
-    if FLOOR in measured:
-        result["floor"] = _summary(measured[FLOOR]["wall"]) | {"rounds": measured[FLOOR]["wall"]}
-    return 0, result
+    outcomes = one_by_one(functools.partial(prepare, plan), chosen, options.limit, own_sites)
+    for entry, outcome in zip(chosen, outcomes, strict=True):
+        known = {"row": entry.name, "label": entry.row.label, "variant": entry.variant, "peer": entry.row.peer}
+        rows.append(known | outcome)
+        result["waiting"].pop(0)
+        say(str(entry), outcome)
+        if options.out:
+            bench_report.write(options.out / str(shape), result, markdown(result))
+    return int(any("failed" in row and not row["peer"] for row in rows)), result
 
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     made = parser()
     options = made.parse_args(arguments)
-    if options.memory_job:
-        return _memory_job(options.memory_job)
     try:
         code, result = run(options, arguments)
     except ValueError as error:
         made.error(str(error))
+    print(json.dumps(result, indent=1) if options.json else markdown(result), end="\n" if options.json else "")
     if code:
-        print("correctness gate is red, nothing is reported:", *result["gate"], sep="\n", file=sys.stderr)
-        return code
-    text, encoded = markdown(result), json.dumps(result, indent=1) + "\n"
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        name = str(Shape(**result["shape"]))
-        (options.out / f"{name}.md").write_text(text, encoding="utf-8")
-        (options.out / f"{name}.json").write_text(encoded, encoding="utf-8")
-    print(encoded if options.json else text, end="")
-    return 0
+        print("a row of the library's own failed", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

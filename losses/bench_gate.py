@@ -58,9 +58,10 @@ class Gate:
         problem, dtype = self.problem, self.problem.shape.torch_dtype
         loss, g = self._token_gradient(variant, self.logps)
         _, low_g = self._token_gradient(variant, self.low_logps)
-        terms = TERMS[variant](
-            self.logps.view_as(problem.ref), problem.ref.double(), problem.advantages.double().unsqueeze(1)
-        )
+        a = problem.advantages.double().unsqueeze(1)
+        size = a.abs().mean() + loss.abs()
+        if variant in TERMS:
+            size = TERMS[variant](self.logps.view_as(problem.ref), problem.ref.double(), a).abs().mean()
         weight = problem.weight.double()
 
         t, words = self.tokens, self.words
@@ -71,7 +72,7 @@ class Gate:
         out = {
             "loss": (loss, float((g * (self.low_logps - self.logps)).abs().sum())),
             "d_hidden": (d_hidden, _error(self._product(low, problem.weight), d_hidden)),
-            "loss_rounding": 8 * self.rounding * float(terms.abs().mean()),
+            "loss_rounding": 8 * self.rounding * float(size),
         }
         if problem.shape.head == "train":
             hit = self.ids.unsqueeze(1) == words

@@ -1,12 +1,14 @@
 """python -m losses.bench_kl: the exact KL over the vocabulary, forward and backward. Correctness gate first, then time.
 
-Every row computes sum_t w_t KL_t from the same hidden states and heads; `floor` is the products alone (z, z of the
-reference, d hidden, with a trained head d weight), which no exact method can do without.
+Every row computes sum_t w_t KL_t from the same hidden states and heads, and is timed in turn with the products alone
+(z, z of the reference, d hidden, with a trained head d weight), which no exact method can do without: `x floor` is the
+median of the ratios within a round.
 
 Gate: v_t = d KL_t / d hidden_t of sampled tokens against float64; the library's own rows may be twice as far off as
-plain torch is on full logits in the problem's dtype, others' ten times. One row outside, and nothing is reported.
-Time: rows interleaved, medians over the rounds; `x floor` is the median of the ratios within a round. Memory: torch's
-own count of the peak above what was there before the call, the gradient included (CUDA only).
+plain torch is on full logits in the problem's dtype, others' ten times. A row outside is shown with its error and
+without a time; where it is the library's own, the exit code is 1. A peer that is missing, raises or takes longer than
+--limit is a line too. Memory: torch's own count of the peak above what was there before the call, the gradient included
+(CUDA only).
 """
 
 from __future__ import annotations
@@ -14,11 +16,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import gc
-import importlib.util
-import json
 import math
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,10 +27,12 @@ import torch
 from torch import Tensor
 
 import losses
-from losses import bench
-from losses.bench_rows import Shape
+from losses import bench, bench_measure, bench_report
+from losses.bench_process import attempt, one_by_one
+from losses.bench_rows import Shape, missing
 from losses.spec import nearest
 
+PROGRAM = "losses.bench_kl"
 FLOOR_ROWS = 4096
 GATE_ROWS = 64
 
@@ -114,46 +114,43 @@ def _liger(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
     return divergence(_rows(hidden), weight, _rows(problem.ref_hidden), problem.ref_weight, None)
 
 
-@functools.cache
-def _buffers(shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    rng = torch.Generator(shape.device).manual_seed(1)
-    rows, like = min(FLOOR_ROWS, shape.tokens), {"device": shape.device, "dtype": shape.torch_dtype}
-    z = torch.randn(rows, shape.vocab, generator=rng, **like)  # type: ignore[call-overload]
-    return z, torch.empty_like(z), torch.empty(rows, shape.hidden, **like)  # type: ignore[call-overload]
+def floor(problem: Problem) -> Callable[[], None]:
+    """The products alone, by cuBLAS on a GPU, in chunks of FLOOR_ROWS rows."""
+    rng = torch.Generator(problem.shape.device).manual_seed(1)
+    hidden, ref_hidden, weight = _rows(problem.hidden), _rows(problem.ref_hidden), problem.weight
+    rows, like = min(FLOOR_ROWS, len(hidden)), {"device": weight.device, "dtype": weight.dtype}
+    slope = torch.randn(rows, len(weight), generator=rng, **like)  # type: ignore[call-overload]
+    z, d_hidden = torch.empty_like(slope), torch.empty(rows, hidden.shape[1], **like)  # type: ignore[call-overload]
+    d_weight = torch.empty_like(weight) if problem.shape.head == "train" else None
 
-
-def _floor(problem: Problem, hidden: Tensor, weight: Tensor) -> Tensor:
-    slope, z, rows = _buffers(problem.shape)
-    d_weight = torch.empty_like(weight) if weight.requires_grad else None
-    with torch.no_grad():
-        for h, ref in zip(_rows(hidden).split(len(z)), _rows(problem.ref_hidden).split(len(z)), strict=True):
+    def products() -> None:
+        for h, ref in zip(hidden.split(rows), ref_hidden.split(rows), strict=True):
             torch.mm(h, weight.t(), out=z[: len(h)])
             torch.mm(ref, problem.ref_weight.t(), out=z[: len(h)])
-            torch.mm(slope[: len(h)], weight, out=rows[: len(h)])
+            torch.mm(slope[: len(h)], weight, out=d_hidden[: len(h)])
             if d_weight is not None:
                 torch.mm(slope[: len(h)].t(), h, out=d_weight)
-    return z
+
+    return products
 
 
 @dataclass(frozen=True)
 class Row:
-    """`run` gives KL (tokens), its mean (`mean`), or nothing to compare (`gradient` False and budget None)."""
+    """`run` gives KL (tokens), or its mean (`mean`), with or without a gradient."""
 
     name: str
     label: str
     run: Callable[[Problem, Tensor, Tensor], Tensor]
-    budget: float | None = 2.0
+    budget: float = 2.0
     gradient: bool = True
     mean: bool = False
     package: str | None = None
     cuda_only: bool = False
 
-    def missing(self, device: str) -> str | None:
-        if self.cuda_only and device != "cuda":
-            return "it runs on cuda only"
-        if self.package and importlib.util.find_spec(self.package) is None:
-            return f"{self.package} is not installed"
-        return None
+    @property
+    def peer(self) -> bool:
+        """Whether it is others' code, which may fail without this library being wrong."""
+        return self.budget > 2.0
 
     def step(self, problem: Problem) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Forward and backward: KL or its mean, d hidden, d weight."""
@@ -167,12 +164,11 @@ class Row:
 ROWS: dict[str, Row] = {
     row.name: row
     for row in (
-        Row("floor", "the products alone", _floor, budget=None, gradient=False),
-        Row("full", "full logits (torch)", _full),
-        Row("chunked", "ours: chunked (torch)", functools.partial(_ours, backend="chunked")),
         Row("triton", "ours: triton", functools.partial(_ours, backend="triton"), package="triton", cuda_only=True),
         Row("value", "ours: triton, value alone", functools.partial(_value, backend="triton"), gradient=False,
             package="triton", cuda_only=True),
+        Row("chunked", "ours: chunked (torch)", functools.partial(_ours, backend="chunked")),
+        Row("full", "full logits (torch)", _full),
         Row("trl", "TRL chunked divergence", _trl, budget=10.0, package="trl"),
         Row("liger", "Liger fused JSD", _liger, budget=10.0, mean=True, package="liger_kernel", cuda_only=True),
     )
@@ -205,8 +201,6 @@ class Gate:
     def check(self, row: Row) -> dict[str, Any]:
         """{"errors": {"v" and "kl": [error, limit]}, "ok": bool} of one forward and backward."""
         kl, d_hidden, _ = row.step(self.problem)
-        if row.budget is None:
-            return {"errors": {}, "ok": True}
         rounding, errors = 16 * torch.finfo(torch.float32).eps, {}
         if d_hidden is not None:
             w = self.problem.w.view(-1, 1)[self.tokens].double()
@@ -222,72 +216,106 @@ def _error(got: Tensor, exact: Tensor) -> float:
     return float((got.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-300))
 
 
-def measure(problem: Problem, rows: list[Row], reps: int, warm_up: int) -> dict[str, Any]:
-    """Gate, times and memory of the rows for one direction. A peer that cannot run is left out, with its reason."""
-    gate, gates, left_out, cuda = Gate(problem), {}, {}, problem.shape.device == "cuda"
-    for row in list(rows):
-        try:
-            gates[row.name] = gate.check(row)
-        except Exception as error:
-            if row.budget != 10.0:
-                raise
-            left_out[row.name] = f"{type(error).__name__}: {str(error)[:200]}"
-            rows.remove(row)
-    del gate
-    if not all(g["ok"] for g in gates.values()):
-        return {"gates": gates, "ok": False}
-    times: dict[str, list[float]] = {row.name: [] for row in rows}
-    gc.collect()
-    gc.freeze()  # what packages have made stays: a collection need not walk it every time
-    for i in range(warm_up + reps):
-        gc.collect()
-        for row in rows:
-            wall, _ = bench.seconds(lambda row=row: row.step(problem), problem.shape.device)  # type: ignore[misc]
-            if i >= warm_up:
-                times[row.name].append(wall)
-    table = []
-    for row in rows:
-        peak = bench.peak_extra(lambda row=row: row.step(problem), "cuda") if cuda else None  # type: ignore[misc]
-        ratios = [a / b for a, b in zip(times[row.name], times["floor"], strict=True)] if "floor" in times else []
-        table.append({
-            "row": row.name, "label": row.label, "direction": problem.direction, "seconds": times[row.name],
-            "median": statistics.median(times[row.name]), "over_floor": statistics.median(ratios) if ratios else None,
-            "peak_extra_bytes": peak, "errors": gates[row.name]["errors"],
-        })  # fmt: skip
-    return {"gates": gates, "ok": True, "rows": table, "left_out": left_out}
+@dataclass(frozen=True)
+class Job:
+    row: Row
+    direction: str
+
+    @property
+    def name(self) -> str:
+        return self.row.name
+
+
+@dataclass(frozen=True)
+class Plan:
+    shape: Shape
+    reps: int
+    warm_up: int
+    steps: int
+
+
+def prepare(plan: Plan) -> Callable[[Job], dict[str, Any]]:
+    """The result measures a row; problem and gate of the last direction are kept."""
+    kept: dict[str, tuple[Problem, Gate]] = {}
+
+    def measured(job: Job) -> dict[str, Any]:
+        if job.direction not in kept:
+            kept.clear()
+            problem = Problem.make(plan.shape, job.direction)
+            kept[job.direction] = (problem, Gate(problem))
+        return measure(plan, *kept[job.direction], job.row)
+
+    return measured
+
+
+def measure(plan: Plan, problem: Problem, gate: Gate, row: Row) -> dict[str, Any]:
+    """Gate, times and memory of one row: what the report shows of it, or {"failed": why}."""
+    if why := missing(row.package):
+        return {"failed": why}
+    version = {"version": row.package and bench_report.version(row.package)}
+    return version | attempt(functools.partial(_measure, plan, problem, gate), row)
+
+
+def _measure(plan: Plan, problem: Problem, gate: Gate, row: Row) -> dict[str, Any]:
+    checked, device = gate.check(row), plan.shape.device
+    found: dict[str, Any] = {"errors": checked["errors"]}
+    if not checked["ok"]:
+        return found | {"failed": "outside its error budget"}
+    step = functools.partial(row.step, problem)
+    got = bench_measure.rounds(step, floor(problem), device, plan.reps, plan.warm_up, plan.steps)
+    return found | {
+        "wall": bench_measure.summary(got["wall"]),
+        "base": {"name": "floor", "wall": bench_measure.summary(got["base_wall"])},
+        "wall_over_floor": bench_measure.over(got["wall"], got["base_wall"]),
+        "peak_extra_bytes": bench_measure.peak_extra(step, "cuda") if device == "cuda" else None,
+    }
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    name = " ".join(filter(None, [row["label"], row.get("version") if row["peer"] else None]))
+    errors = [f"{row['errors'][what][0]:.1e}" if what in row.get("errors", {}) else "" for what in ("v", "kl")]
+    if "failed" in row:
+        return [name, row["direction"], f"failed: {row['failed']}", "", "", "", *errors]
+    median, least, most = (1000 * row["wall"][k] for k in ("median", "min", "max"))
+    peak = row["peak_extra_bytes"]
+    return [
+        name, row["direction"], f"{median:.1f} [{least:.1f}, {most:.1f}]", f"{row['wall_over_floor']:.3f}",
+        f"{1000 * row['base']['wall']['median']:.1f}",
+        "not measured" if peak is None else f"{peak / 2**30:.2f} GiB", *errors,
+    ]  # fmt: skip
 
 
 def markdown(result: dict[str, Any]) -> str:
-    shape, source = Shape(**result["shape"]), result["provenance"]
+    shape = Shape(**result["shape"])
     size = f"({shape.batch}, {shape.tokens // shape.batch}, {shape.hidden})"
     heads = "both heads frozen" if shape.head == "frozen" else "the policy's head trained"
-    lines = [
+    times = f", {result['steps']} steps back to back in each" if result["steps"] > 1 else ""
+    columns = ["", "direction", "ms [min, max]", "x floor", "floor, ms", "peak extra", "error of d KL / d hidden"]
+    limit = f"; {result['limit']:g} s a row at most" if result["limit"] else ""
+    gates = [
+        f"    {'RED' if 'failed' in row else 'ok '} {row['row']}, {row['direction']}: "
+        + bench_report.error_text(row["errors"])
+        for row in result["rows"]
+        if "errors" in row
+    ]
+    return "\n".join([
         f"Exact KL over the vocabulary, forward and backward: hidden {size}, vocab {shape.vocab}, {shape.dtype}, "
-        f"{heads}, {source['device']}; {result['reps']} interleaved rounds, medians",
+        f"{heads}; {result['reps']} rounds{times}, medians{limit}",
         "",
-        "| | direction | ms [min, max] | x floor | peak extra | error of d KL / d hidden | error of KL |",
-        "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for row in result["rows"]:
-        ms = [1000 * x for x in row["seconds"]]
-        peak, over = row["peak_extra_bytes"], row["over_floor"]
-        errors = [f"{row['errors'][name][0]:.1e}" if name in row["errors"] else "" for name in ("v", "kl")]
-        cells = [
-            row["label"], row["direction"], f"{1000 * row['median']:.1f} [{min(ms):.1f}, {max(ms):.1f}]",
-            "" if over is None else f"{over:.2f}", "not measured" if peak is None else f"{peak / 2**30:.2f} GiB",
-            *errors,
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *(f"Left out: {name}, {why}" for name, why in result["left_out"].items())]
-    packages = ", ".join(f"{name} {version}" for name, version in source["packages"].items())
-    lines += ["", f"`{source['command']}`", ""]
-    lines += [f"Commit `{source['commit'] or 'unknown'}`, {source['date']}. Python {source['python']}, {packages}."]
-    return "\n".join(lines) + "\n"
+        *bench_report.table([*columns, "error of KL"], [_cells(row) for row in result["rows"]]),
+        "",
+        *([f"Not run yet: {', '.join(result['waiting'])}.", ""] if result["waiting"] else []),
+        *bench_report.source_lines(result["provenance"], shape.device),
+        "",
+        "Correctness gate, against float64:",
+        "",
+        *gates,
+    ]) + "\n"  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    parser = argparse.ArgumentParser(prog="python -m losses.bench_kl", description=str(__doc__).split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM}", description=str(__doc__).split("\n\n")[0])
     add = parser.add_argument
     add("--tokens", type=int, default=2048)
     add("--batch", type=int, default=1)
@@ -296,46 +324,55 @@ def main(arguments: list[str] | None = None) -> int:
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--head", choices=("frozen", "train"), default="frozen", help="whether the policy's head gets a gradient")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--rows", help=f"comma-separated, of {', '.join(ROWS)} (default: those that run here)")
+    add("--rows", help=f"comma-separated, of {', '.join(ROWS)} (default: those of this device)")
     add("--directions", default="reverse,forward", help="comma-separated (%(default)s)")
     add("--reps", type=int, default=5, help="rounds that count (%(default)s)")
     add("--warm-up", type=int, default=1, help="rounds before those (%(default)s)")
-    add("--out", type=Path, help="also write PATH.md and PATH.json")
+    add("--steps", type=int, default=1, help="steps back to back that a round times (%(default)s)")
+    add("--out", type=Path, help="also write PATH.md and PATH.json, after every row")
+    bench.add_supervision(parser)
     options = parser.parse_args(arguments)
-    names = list(ROWS) if options.rows is None else options.rows.split(",")
+    here = [row.name for row in ROWS.values() if options.device == "cuda" or not row.cuda_only]
+    names = here if options.rows is None else options.rows.split(",")
     for name in names:
         if name not in ROWS:
             parser.error(f"unknown row {name!r}; {nearest(name, ROWS)}")
-        if options.rows and (why := ROWS[name].missing(options.device)):
-            parser.error(f"row {name!r} cannot run: {why}")
+        if name not in here:
+            parser.error(f"row {name!r} cannot run: it runs on cuda only")
     directions = options.directions.split(",")
     if unknown := set(directions) - {"reverse", "forward"}:
         parser.error(f"--directions {', '.join(sorted(unknown))}: reverse and forward are known")
-    if min(options.tokens, options.hidden, options.vocab, options.reps) < 1 or options.tokens % options.batch:
+    if min(options.tokens, options.hidden, options.vocab, options.reps, options.steps) < 1 or (
+        options.tokens % options.batch
+    ):
         parser.error("--tokens must be a multiple of --batch, and every size at least 1")
+    try:
+        sites = bench.sites(options, ROWS)
+    except ValueError as error:
+        parser.error(str(error))
     shape = Shape(
         options.tokens, options.hidden, options.vocab, options.dtype, options.head, options.batch, options.device
     )
-    source = bench.provenance(shape, arguments)
-    source["command"] = " ".join(["python -m losses.bench_kl", *arguments])
-    result: dict[str, Any] = {"shape": dataclasses.asdict(shape), "provenance": source, "reps": options.reps,
-                              "rows": [], "left_out": {}, "gates": {}}  # fmt: skip
-    for direction in directions:
-        chosen = [ROWS[name] for name in names if not ROWS[name].missing(options.device)]
-        done = measure(Problem.make(shape, direction), chosen, options.reps, options.warm_up)
-        result["gates"][direction] = done["gates"]
-        if not done["ok"]:
-            print("correctness gate is red, nothing is reported:", json.dumps(done["gates"]), file=sys.stderr)
-            return 1
-        result["rows"] += done["rows"]
-        result["left_out"] |= done["left_out"]
-        text = markdown(result)
-        if options.out:  # after each direction: a run that is cut short leaves the first
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            options.out.with_suffix(".md").write_text(text, encoding="utf-8")
-            options.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(text, end="")
-    return 0
+    jobs = [Job(ROWS[name], direction) for direction in directions for name in names]
+    rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        "shape": dataclasses.asdict(shape), "provenance": bench_report.provenance(PROGRAM, arguments, shape.device),
+        "reps": options.reps, "steps": options.steps, "limit": options.limit, "rows": rows,
+        "waiting": [f"{job.name} ({job.direction})" for job in jobs],
+    }  # fmt: skip
+    plan = Plan(shape, options.reps, options.warm_up, options.steps)
+    outcomes = one_by_one(functools.partial(prepare, plan), jobs, options.limit, sites)
+    for job, outcome in zip(jobs, outcomes, strict=True):
+        known = {"row": job.name, "label": job.row.label, "direction": job.direction, "peer": job.row.peer}
+        rows.append(known | outcome)
+        result["waiting"].pop(0)
+        bench.say(f"{job.name}, {job.direction}", outcome)
+        if options.out:
+            bench_report.write(options.out, result, markdown(result))
+    print(markdown(result), end="")
+    if own := [row for row in rows if "failed" in row and not row["peer"]]:
+        print(f"a row of the library's own failed: {own[0]['label']}", file=sys.stderr)
+    return int(bool(own))
 
 
 if __name__ == "__main__":

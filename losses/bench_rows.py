@@ -87,9 +87,27 @@ TERMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+# Others come from the library, at the gate as well: the gate then holds their products and not their terms.
+VARIANTS = (*TERMS, *(n for n in losses.names() if n not in TERMS and losses.get(n).vocabulary is None))
+
+
+def params(variant: str, problem: Problem) -> dict[str, Any]:
+    known = {p.name for p in losses.get(variant).all_params}
+    longest = {"max_completion_length": problem.ref.shape[1]} if "max_completion_length" in known else {}
+    return {"beta": BETA, **longest}
+
+
+def inputs_of(problem: Problem) -> losses.LossInputs:
+    return losses.LossInputs(
+        problem.ids, torch.ones_like(problem.ids), problem.advantages, ref_per_token_logps=problem.ref
+    )
+
+
 def plain_loss(problem: Problem, logps: Tensor, variant: str) -> Tensor:
     """The variant's loss from log-probs (tokens,), in their dtype."""
     n = logps.view_as(problem.ref)
+    if variant not in TERMS:
+        return losses.policy_loss(n, inputs_of(problem), variant, **params(variant, problem)).loss
     terms = TERMS[variant](n, problem.ref.to(n.dtype), problem.advantages.to(n.dtype).unsqueeze(1))
     return terms.mean(1).mean()
 
@@ -105,18 +123,21 @@ class Row:
     label: str
     run: Run
     package: str | None = None
-    variants: tuple[str, ...] = tuple(TERMS)
+    variants: tuple[str, ...] = VARIANTS
     devices: tuple[str, ...] = ("cpu", "cuda")
     budget: float = 2.0
     ours: bool = False
 
-    def available(self, device: str) -> str | None:
-        """Why it cannot run here, or None."""
-        if device not in self.devices:
-            return f"it runs on {' and '.join(self.devices)} only"
-        if self.package and importlib.util.find_spec(self.package) is None:
-            return f"{self.package} is not installed"
-        return None
+    @property
+    def peer(self) -> bool:
+        """Whether it is others' code, which may fail without this library being wrong."""
+        return self.package is not None and not self.ours
+
+
+def missing(package: str | None) -> str | None:
+    """Why a row that needs `package` cannot run, or None."""
+    there = package is None or importlib.util.find_spec(package) is not None
+    return None if there else f"{package} is not installed"
 
 
 def _full(problem: Problem, hidden: Tensor, weight: Tensor, variant: str) -> Tensor:
@@ -128,14 +149,8 @@ def _full(problem: Problem, hidden: Tensor, weight: Tensor, variant: str) -> Ten
 def _ours(
     problem: Problem, hidden: Tensor, weight: Tensor, variant: str, *, backend: str, precision: str = "auto"
 ) -> Tensor:
-    inputs = losses.LossInputs(
-        problem.ids,
-        torch.ones_like(problem.ids),
-        problem.advantages,
-        ref_per_token_logps=problem.ref,
-    )
     return losses.linear_policy_loss(
-        hidden, weight, inputs, variant, beta=BETA, backend=backend, precision=precision
+        hidden, weight, inputs_of(problem), variant, backend=backend, precision=precision, **params(variant, problem)
     ).loss
 
 
@@ -205,18 +220,18 @@ ROWS: dict[str, Row] = {
 
 
 def choose_rows(names: str | None, device: str) -> list[Row]:
-    """Rows by name, comma-separated; "all": those that run here; None: `full` and the library's own of those.
+    """Rows by name, comma-separated; "all": those of this device; None: `full` and the library's own of those.
 
-    Raises ValueError for an unknown name, or for one that cannot run here.
+    Raises ValueError for an unknown name, or for one that does not run on `device`.
     """
     if names is None or names == "all":
-        return [r for r in ROWS.values() if not r.available(device) and (names or r.ours or r.name == "full")]
+        return [r for r in ROWS.values() if device in r.devices and (names or not r.peer)]
     chosen = []
     for name in names.split(","):
         if name not in ROWS:
             raise ValueError(f"unknown row {name!r}; {nearest(name, ROWS)}")
-        if reason := ROWS[name].available(device):
-            raise ValueError(f"row {name!r} cannot run: {reason}")
+        if device not in ROWS[name].devices:
+            raise ValueError(f"row {name!r} cannot run: it runs on {' and '.join(ROWS[name].devices)} only")
         chosen.append(ROWS[name])
     return chosen
 
@@ -225,6 +240,10 @@ def choose_rows(names: str | None, device: str) -> list[Row]:
 class Entry:
     row: Row
     variant: str
+
+    @property
+    def name(self) -> str:
+        return self.row.name
 
     def __str__(self) -> str:
         return f"{self.row.name}[{self.variant}]"
@@ -239,5 +258,5 @@ class Entry:
 
 
 def entries(rows: Iterable[Row], variants: list[str]) -> list[Entry]:
-    """The library's own rows for every variant, the others for the first: their time does not depend on it."""
-    return [Entry(r, v) for r in rows for v in (variants if r.ours else variants[:1]) if v in r.variants]
+    """The library's own rows for every variant, others for the first of theirs: their time does not depend on it."""
+    return [Entry(r, v) for r in rows for v in [v for v in variants if v in r.variants][: None if r.ours else 1]]

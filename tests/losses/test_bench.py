@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from losses import bench, bench_rows
+from losses import bench, bench_measure, bench_rows
 from losses.bench_gate import Gate
-from losses.bench_rows import ROWS, TERMS, Entry, Problem, Row, Shape
+from losses.bench_rows import ROWS, TERMS, VARIANTS, Entry, Problem, Row, Shape
 from tests import oracles
+from tests.losses import fake_rows
 
 SMALL = Shape(tokens=96, hidden=16, vocab=331, batch=3)
 SMALL_OPTIONS = ["--tokens", "96", "--batch", "3", "--hidden", "16", "--vocab", "331", "--reps", "2", "--device", "cpu"]
@@ -43,6 +45,13 @@ def test_right_rows_pass(variant, head, dtype):
         assert set(checked["errors"]) == {"loss", "d_hidden"} | ({"d_weight"} if head == "train" else set())
 
 
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v not in TERMS])
+def test_every_other_variant_passes(variant):
+    problem = Problem.make(dataclasses.replace(SMALL, head="train"))
+    checked = Gate(problem, samples=16).check(Entry(ROWS["chunked"], variant))
+    assert checked["ok"], checked
+
+
 @pytest.mark.parametrize("variant", TERMS)
 def test_the_exact_values_are_the_oracles(variant):
     """The oracle knows nothing of the benchmark: full logits and autograd in float64, formulas from the papers."""
@@ -67,16 +76,21 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_a_wrong_row_stops_the_report(fault, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("ours", [True, False], ids=["own", "peer"])
+def test_a_wrong_row_has_its_error_and_no_time(fault, ours, monkeypatch, tmp_path, capsys):
     def wrong(problem, hidden, weight, variant):
         return WRONG[fault](ROWS["full"].run(problem, hidden, weight, variant), hidden, weight)
 
-    monkeypatch.setitem(ROWS, "wrong", Row("wrong", "wrong", wrong))
-    out = tmp_path / "out"
-    code, said, complaint = run(capsys, "--rows", "full,wrong", "--head", "train", "--out", str(out))
-    assert code == 1
-    assert "RED wrong[reference]" in complaint and "ok  full[reference]" in complaint
-    assert said == "" and not out.exists()
+    monkeypatch.setitem(ROWS, "wrong", Row("wrong", "a wrong row", wrong, ours=ours, package="torch"))
+    options = ["--rows", "wrong,full", "--head", "train", "--no-memory", "--out", str(tmp_path)]
+    code, said, complaint = run(capsys, *options)
+    assert code == (1 if ours else 0)
+    assert "RED wrong[reference]: loss " in said and "ok  full[reference]: loss " in said
+    assert ("own failed" in complaint) == ours
+    wrong_row, full = json.loads((tmp_path / f"{dataclasses.replace(SMALL, head='train')}.json").read_text())["rows"]
+    assert wrong_row["failed"] == "outside its error budget" and "wall" not in wrong_row
+    assert any(not error <= limit for error, limit in wrong_row["errors"].values())
+    assert "failed" not in full and full["wall"]["median"] > 0
 
 
 @pytest.mark.parametrize("variant", [v for v in TERMS if v != "reference"])
@@ -101,7 +115,9 @@ def test_a_row_that_rounds_its_logits_to_half_does_not_pass_in_float32():
 # ------------------------------------------------------------------------------------------------------ time and memory
 
 
-needs_proc = pytest.mark.skipif(not bench.CLEAR_REFS.exists(), reason="no high-water mark of this process to reset")
+needs_proc = pytest.mark.skipif(
+    not bench_measure.CLEAR_REFS.exists(), reason="no high-water mark of this process to reset"
+)
 
 
 @needs_proc
@@ -109,7 +125,7 @@ def test_peak_memory_is_that_of_the_work():
     """In a process of its own: here malloc may hand out pages that earlier tests left resident."""
     code = """
 import torch
-from losses import bench
+from losses import bench_measure
 
 def work(n):
     a = torch.ones(n << 20, dtype=torch.uint8)
@@ -117,7 +133,7 @@ def work(n):
     del a, b
 
 work(1)
-print(*(bench.peak_extra(lambda: work(n), "cpu") for n in (40, 140)))
+print(*(bench_measure.peak_extra(lambda: work(n), "cpu") for n in (40, 140)))
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
@@ -129,9 +145,9 @@ print(*(bench.peak_extra(lambda: work(n), "cpu") for n in (40, 140)))
 @needs_proc
 def test_memory_of_a_row_leaves_out_inputs_and_gradients():
     """d hidden and d weight are 32 MiB each; `full` holds 16 MiB of logits more than once, `chunked` once at most."""
-    problem = Problem.make(Shape(tokens=1024, hidden=8192, vocab=1024, head="train"))
+    shape = Shape(tokens=1024, hidden=8192, vocab=1024, head="train")
     logits = 4 * 1024 * 1024
-    full = bench.memory(Entry(ROWS["full"], "reference"), problem)
+    full = bench.memory(Entry(ROWS["full"], "reference"), shape)
     assert full is not None
     assert 1.5 * logits < full < 32 * 2**20
 
@@ -164,7 +180,7 @@ def test_memory_from_the_command_line():
 
 
 def test_seconds_are_those_of_the_work():
-    wall, processor = bench.seconds(lambda: time.sleep(0.05), "cpu")
+    wall, processor = bench_measure.seconds(lambda: time.sleep(0.05), "cpu")
     assert 0.05 <= wall < 1
     assert processor < 0.04
 
@@ -174,7 +190,7 @@ def test_seconds_are_those_of_the_work():
 
 def test_report(capsys, tmp_path):
     out = tmp_path / "a/b"
-    options = ["--rows", "full,chunked", "--variant", "all", "--json", "--no-memory", "--out", str(out)]
+    options = ["--rows", "full,chunked", "--variant", "founding", "--json", "--no-memory", "--out", str(out)]
     code, said, _ = run(capsys, *options)
     assert code == 0
     result = json.loads(said)
@@ -185,11 +201,13 @@ def test_report(capsys, tmp_path):
     for row in result["rows"]:
         assert len(row["wall"]["rounds"]) == result["reps"] == 2
         assert 0 < row["wall"]["min"] <= row["wall"]["median"] <= row["wall"]["max"]
-        ratios = [a / b for a, b in zip(row["wall"]["rounds"], result["rows"][0]["wall"]["rounds"], strict=True)]
-        assert math.isclose(row["wall_over_full"]["median"], sum(ratios) / 2)
+        assert row["base"]["name"] == "full" and len(row["base"]["wall"]["rounds"]) == 2
+        ratios = [a / b for a, b in zip(row["wall"]["rounds"], row["base"]["wall"]["rounds"], strict=True)]
+        assert math.isclose(row["wall_over_full"], sum(ratios) / 2)
+    assert result["rows"][0]["wall_over_full"] == 1
     source = result["provenance"]
     assert source["packages"]["torch"] == torch.__version__ and source["threads"] == torch.get_num_threads()
-    assert "--variant all" in source["command"]
+    assert "--variant founding" in source["command"]
     assert source["commit"] is None or len(source["commit"]) == 40
     page = (out / f"{name}.md").read_text()
     for row in result["rows"]:
@@ -211,6 +229,10 @@ def test_without_full_there_is_no_ratio(capsys):
         (["--rows", "chunkd"], "chunked"),
         (["--rows", "triton"], "cuda only"),
         (["--variant", "forwardkl"], "forward_kl"),
+        (["--limit", "0"], "--limit"),
+        (["--site", "trl=no/such/folder"], "no such folder"),
+        (["--site", "trll=."], "trl"),
+        (["--steps", "0"], "--steps"),
         (["--tokens", "0"], "--tokens"),
         (["--tokens", "97"], "--batch"),
         (["--reps", "0"], "--reps"),
@@ -226,11 +248,73 @@ def test_bad_options_are_named(options, named, capsys):
     assert named in capsys.readouterr().err
 
 
-def test_a_row_whose_package_is_missing_is_refused(monkeypatch):
-    monkeypatch.setitem(ROWS, "full", dataclasses.replace(ROWS["full"], package="no_such_package"))
-    with pytest.raises(ValueError, match="no_such_package is not installed"):
-        bench_rows.choose_rows("full", "cpu")
-    assert "full" not in [row.name for row in bench_rows.choose_rows("all", "cpu")]
+# ------------------------------------------------------------------------------------------------------ rows that fail
+
+
+def test_peers_that_fail_are_lines_and_the_rest_is_measured(monkeypatch, tmp_path, capsys):
+    """With a limit: one that never ends, one that raises, one that takes its process along, one that is wrong, one that
+    is missing; in the order given, with everything so far on disk when the next one starts."""
+    folder = tmp_path / "out"
+    monkeypatch.setenv("FAKE_ROWS_LOOK_AT", str(folder / f"{SMALL}.json"))
+    monkeypatch.setenv("FAKE_ROWS_SAW", str(tmp_path / "saw.json"))
+    order = ["chunked", "hangs", "raises", "dies", "wrong", "absent", "looks", "full"]
+    for name in order[1:-1]:
+        package = "no_such_package" if name == "absent" else "torch"
+        monkeypatch.setitem(ROWS, name, Row(name, f"a peer that {name}", getattr(fake_rows, name), package=package))
+    start = time.monotonic()
+    options = ["--rows", ",".join(order), "--limit", "3", "--no-memory", "--out", str(folder)]
+    code, said, _ = run(capsys, *options)
+    assert code == 0 and time.monotonic() - start < 200  # a hanging row would take 600
+    result = json.loads((folder / f"{SMALL}.json").read_text())
+    assert [row["row"] for row in result["rows"]] == order and result["waiting"] == []
+    failed = {row["row"]: row["failed"] for row in result["rows"] if "failed" in row}
+    assert failed == {
+        "hangs": "took longer than 3 s",
+        "raises": "NotImplementedError: no kernel for this",
+        "dies": "its process ended with exit code 3",
+        "wrong": "outside its error budget",
+        "absent": "no_such_package is not installed",
+    }
+    for row in result["rows"]:
+        assert ("wall_over_full" in row) == (row["row"] not in failed)
+        assert f"| {row['label']}" in said
+        assert row["row"] not in failed or f"| failed: {failed[row['row']]} |" in said
+    saw = json.loads((tmp_path / "saw.json").read_text())
+    assert [row["row"] for row in saw["rows"]] == order[: order.index("looks")]
+    assert saw["waiting"] == ["looks[reference]", "full[reference]"]
+    assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".md"]
+    with pytest.raises(ProcessLookupError):  # what the hanging row had started is gone as well
+        os.kill(int((tmp_path / "saw.json.child").read_text()), 0)
+
+
+def test_without_a_limit_a_peer_that_raises_is_a_line_too(monkeypatch, capsys):
+    monkeypatch.setitem(ROWS, "raises", Row("raises", "raises", fake_rows.raises, package="torch"))
+    code, said, _ = run(capsys, "--rows", "raises,chunked", "--no-memory")
+    assert code == 0 and "failed: NotImplementedError: no kernel for this" in said and "| ours: chunked |" in said
+
+
+def test_a_row_imports_from_its_own_folder(monkeypatch, tmp_path, capsys):
+    """Two peers may want two versions of one package in one run."""
+    for name, number in (("old", 1), ("new", 2)):
+        package = tmp_path / name / "fake_peer"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(f"NUMBER = {number}\n")
+        info = tmp_path / name / f"fake_peer-{number}.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: fake-peer\nVersion: {number}.0\n")
+        monkeypatch.setitem(ROWS, name, Row(name, name, fake_rows.of_version, package="fake_peer"))
+    sites = [word for name in ("old", "new") for word in ("--site", f"{name}={tmp_path / name}")]
+    code, said, _ = run(capsys, "--rows", "chunked,old,new", "--no-memory", "--json", *sites)
+    own, old, new = json.loads(said)["rows"]
+    assert code == 0 and "failed" not in own and own["version"] is None
+    assert old["version"] == "1.0" and "failed" not in old
+    assert new["version"] == "2.0" and new["failed"] == "RuntimeError: fake_peer is 2"
+
+
+def test_all_rows_are_those_of_the_device():
+    names = [row.name for row in bench_rows.choose_rows("all", "cpu")]
+    assert "trl" in names and "triton" not in names
+    assert [row.name for row in bench_rows.choose_rows(None, "cpu")] == ["full", "reference", "chunked"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

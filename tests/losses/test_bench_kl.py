@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 
 import pytest
 
 from losses import bench_kl
+from tests.losses import fake_rows
 
 SMALL = ["--tokens", "48", "--batch", "2", "--hidden", "16", "--vocab", "101", "--device", "cpu", "--reps", "2"]
 
@@ -16,34 +18,45 @@ SMALL = ["--tokens", "48", "--batch", "2", "--hidden", "16", "--vocab", "101", "
 @pytest.mark.parametrize("head", ["frozen", "train"])
 def test_report(tmp_path, capsys, dtype, head):
     out = tmp_path / "new" / "exact_kl"
-    arguments = [*SMALL, "--rows", "floor,full,chunked", "--dtype", dtype, "--head", head, "--out", str(out)]
+    arguments = [*SMALL, "--rows", "chunked,full", "--dtype", dtype, "--head", head, "--out", str(out)]
     assert bench_kl.main(arguments) == 0
     text, result = out.with_suffix(".md").read_text(), json.loads(out.with_suffix(".json").read_text())
     assert capsys.readouterr().out == text and "`python -m losses.bench_kl --tokens 48" in text
-    rows = {(row["row"], row["direction"]): row for row in result["rows"]}
-    assert rows.keys() == {(r, d) for r in ("floor", "full", "chunked") for d in ("reverse", "forward")}
-    for (name, _), row in rows.items():
-        assert len(row["seconds"]) == 2 and (row["over_floor"] == 1) == (name == "floor")
-        assert row["errors"].keys() == (set() if name == "floor" else {"v", "kl"})
+    assert [(row["row"], row["direction"]) for row in result["rows"]] == [
+        (r, d) for d in ("reverse", "forward") for r in ("chunked", "full")
+    ]
+    for row in result["rows"]:
+        ratios = [a / b for a, b in zip(row["wall"]["rounds"], row["base"]["wall"]["rounds"], strict=True)]
+        assert row["base"]["name"] == "floor" and math.isclose(row["wall_over_floor"], sum(ratios) / 2)
+        assert row["errors"].keys() == {"v", "kl"}
     assert result["provenance"]["packages"]["torch"] in text
 
 
-def test_a_wrong_row_is_not_reported(monkeypatch, capsys, tmp_path):
-    right = bench_kl.ROWS["chunked"]
-    wrong = dataclasses.replace(right, run=lambda p, h, w: right.run(p, h, w) * 1.001)
-    monkeypatch.setitem(bench_kl.ROWS, "chunked", wrong)
-    assert bench_kl.main([*SMALL, "--rows", "full,chunked", "--out", str(tmp_path / "x")]) == 1
-    printed = capsys.readouterr()
-    assert "gate is red" in printed.err and not printed.out and not list(tmp_path.iterdir())
+@pytest.mark.parametrize(("name", "code"), [("chunked", 1), ("trl", 0)], ids=["own", "peer"])
+def test_a_wrong_row_has_its_error_and_no_time(name, code, monkeypatch, capsys, tmp_path):
+    right = bench_kl.ROWS["full"]
+    wrong = dataclasses.replace(bench_kl.ROWS[name], run=lambda p, h, w: right.run(p, h, w) * 1.001)
+    monkeypatch.setitem(bench_kl.ROWS, name, wrong)
+    options = ["--rows", f"{name},full", "--directions", "reverse", "--out", str(tmp_path / "x")]
+    assert bench_kl.main([*SMALL, *options]) == code
+    said = capsys.readouterr()
+    assert f"RED {name}, reverse" in said.out and "ok  full, reverse" in said.out
+    assert ("own failed" in said.err) == bool(code)
+    wrong_row, full = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert wrong_row["failed"] == "outside its error budget" and "wall" not in wrong_row and full["wall_over_floor"] > 0
 
 
-def test_a_peer_that_fails_is_left_out(monkeypatch, capsys):
-    def fails(*_):
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setitem(bench_kl.ROWS, "trl", dataclasses.replace(bench_kl.ROWS["trl"], run=fails))
-    assert bench_kl.main([*SMALL, "--rows", "full,trl", "--directions", "reverse"]) == 0
-    assert "Left out: trl, RuntimeError: no such kernel" in capsys.readouterr().out
+def test_a_peer_that_fails_is_a_line(monkeypatch, capsys, tmp_path):
+    """One that hangs and one that is missing, with a limit; what comes after them is measured."""
+    hanging = dataclasses.replace(bench_kl.ROWS["trl"], run=fake_rows.hangs_in_kl)
+    monkeypatch.setitem(bench_kl.ROWS, "trl", hanging)
+    absent = dataclasses.replace(bench_kl.ROWS["liger"], package="no_such_package", cuda_only=False)
+    monkeypatch.setitem(bench_kl.ROWS, "liger", absent)
+    options = ["--rows", "trl,liger,chunked", "--directions", "reverse", "--limit", "3", "--out", str(tmp_path / "x")]
+    assert bench_kl.main([*SMALL, *options]) == 0
+    said = capsys.readouterr().out
+    assert "| failed: took longer than 3 s |" in said and "| failed: no_such_package is not installed |" in said
+    assert "wall_over_floor" in json.loads((tmp_path / "x.json").read_text())["rows"][2]
 
 
 @pytest.mark.parametrize(
@@ -53,6 +66,7 @@ def test_a_peer_that_fails_is_left_out(monkeypatch, capsys):
         (["--rows", "triton"], "cuda only"),
         (["--directions", "sideways"], "reverse and forward"),
         (["--tokens", "5", "--batch", "2"], "multiple"),
+        (["--limit", "-1"], "--limit"),
     ],
 )
 def test_refusals(arguments, said, capsys):
