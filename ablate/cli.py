@@ -157,7 +157,7 @@ def _write_pages(folders: Sequence[Path], pages: Sequence[Path], committed: bool
     root = Path.cwd()
     try:
         for folder in embed.committed(root) if committed else ():
-            render.write_report(folder)
+            render.write_kept(folder)
             click.echo(f"{folder.relative_to(root)}: written")
         for page in map(Path, embed.PAGES) if committed else pages:
             changed = embed.update(page, root, folders)

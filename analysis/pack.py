@@ -7,10 +7,9 @@ from pathlib import Path
 
 from ablate import schema
 from analysis.files import PACKED, read_bytes, write_atomic
-from analysis.render import write_report
+from analysis.render import write_kept
 
 WHOLE = (schema.CONFIG_FILE, schema.ENV_FILE, schema.EVAL_FILE, schema.DONE_FILE)
-KEPT_OF_REPORT = ("table.md", "curves.svg")
 
 
 def pack(folder: Path, target: Path) -> list[Path]:
@@ -33,8 +32,5 @@ def pack(folder: Path, target: Path) -> list[Path]:
         write_atomic(target / cell.name / f"{schema.METRICS_FILE}{PACKED}", gzip.compress(rows, 9, mtime=0))
         for replay in cell.glob(f"{schema.REPLAY_DIR}/*/{schema.REPLAY_FILE}"):
             write_atomic(target / replay.relative_to(folder), replay.read_bytes())
-    write_report(target)
-    for path in (target / schema.REPORT_DIR).iterdir():
-        if path.name not in KEPT_OF_REPORT:
-            path.unlink()
+    write_kept(target)
     return [target / cell.name for cell in cells]

@@ -192,9 +192,9 @@ def encode(figure: Figure, kind: str, dpi: float | None = None) -> bytes:
     return buffer.getvalue()
 
 
-def save(figure: Figure, stem: Path) -> list[Path]:
+def save(figure: Figure, stem: Path, kinds: tuple[str, ...] = ("png", "svg")) -> list[Path]:
     """Write stem.png and stem.svg, each in one move. Raises ValueError where the folder cannot be written."""
-    return [write_atomic(stem.with_name(f"{stem.name}.{kind}"), encode(figure, kind)) for kind in ("png", "svg")]
+    return [write_atomic(stem.with_name(f"{stem.name}.{kind}"), encode(figure, kind)) for kind in kinds]
 
 
 def _figure(columns: int, rows: int, height: float = PANEL[1]) -> Plot:

@@ -18,7 +18,7 @@ from analysis.checks import flatten
 from analysis.files import Problem, write_atomic
 from analysis.formats import Table, escape_markdown
 from analysis.load import Runs, load, place
-from analysis.samples import samples
+from analysis.samples import Samples, samples
 
 TEMPLATES = Path(__file__).resolve().parent / "templates"
 
@@ -88,6 +88,63 @@ OTHER_TABLES: tuple[Callable[[Runs], Table | None], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class Content:
+    """What a report says, before any figure is drawn. others: tables beside the main one, that of the cells last."""
+
+    runs: Runs
+    main: Table
+    others: list[Table]
+    replays: list[replay.Replay]
+    replayed: list[Table]
+    results: tuple[str, ...]
+    notes: tuple[str, ...]
+    problems: tuple[Problem, ...]
+    shown: list[Samples]
+
+    def markdown(self) -> str:
+        """The tables and sentences as one Markdown text."""
+        blocks = [f"# {escape_markdown(self.main.title)}"]
+        if self.problems:
+            blocks.append("\n".join(["**Problems**", "", *(f"- {escape_markdown(str(p))}" for p in self.problems)]))
+        blocks += ["\n".join(f"- {escape_markdown(line)}" for line in self.results), self.main.markdown()]
+        if self.notes:
+            blocks.append("\n".join(f"- {escape_markdown(line)}" for line in self.notes))
+        blocks += [
+            f"## {escape_markdown(table.title)}\n\n{table.markdown()}" for table in (*self.others, *self.replayed)
+        ]
+        commits = sorted(self.runs.cells["git_sha"].dropna().unique())
+        blocks.append(f"Code: {', '.join(commits) if commits else 'commit unknown'}.")
+        return "\n\n".join(block.rstrip() for block in blocks) + "\n"
+
+
+def gather(runs: Runs) -> Content:
+    """Tables, sentences and problems of a report."""
+    comparisons = stats.compare(runs)
+    shown, unreadable = samples(runs)
+    replays, damaged = replay.find(runs)
+    together = words.multiplicity(comparisons)
+    return Content(
+        runs=runs,
+        main=tables.comparison_table(runs),
+        others=[table for make in OTHER_TABLES if (table := make(runs))],
+        replays=replays,
+        replayed=[replay.summary_table(item) for item in replays],
+        results=(*words.sentences(runs, comparisons), *words.drift(runs, comparisons)),
+        notes=(*([together] if together else []), *words.power_notes(comparisons)),
+        problems=tuple(sorted((*runs.problems, *unreadable, *damaged), key=lambda p: p.severity)),
+        shown=shown,
+    )
+
+
+def write_kept(experiment_dir: Path) -> None:
+    """The part of a report that is kept with committed runs: table.md and curves.svg."""
+    runs = load(experiment_dir)
+    folder = experiment_dir / schema.REPORT_DIR
+    write_atomic(folder / "table.md", gather(runs).markdown())
+    plots.save(plots.learning_curves(runs), folder / "curves", kinds=("svg",))
+
+
 def write_report(experiment_dir: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Report:
     """Read `experiment_dir` and write its report to `out` (None: `<experiment_dir>/report`).
 
@@ -99,20 +156,11 @@ def write_report(experiment_dir: str | os.PathLike[str], out: str | os.PathLike[
     """
     runs = load(experiment_dir)
     folder = Path(out) if out is not None else Path(experiment_dir) / schema.REPORT_DIR
-    comparisons = stats.compare(runs)
-    main = tables.comparison_table(runs)
-    others = [table for make in OTHER_TABLES if (table := make(runs))]
-    cells = others[-1]
-    shown, unreadable = samples(runs)
-    replays, damaged = replay.find(runs)
-    problems = tuple(sorted((*runs.problems, *unreadable, *damaged), key=lambda p: p.severity))
-    results = (*words.sentences(runs, comparisons), *words.drift(runs, comparisons))
-    together = words.multiplicity(comparisons)
-    notes = (*([together] if together else []), *words.power_notes(comparisons))
-
-    replayed = [replay.summary_table(item) for item in replays]
+    content = gather(runs)
+    main, others, replayed = content.main, content.others, content.replayed
+    results, notes, problems = content.results, content.notes, content.problems
     paths = [
-        write_atomic(folder / "table.md", markdown(runs, main, [*others, *replayed], results, notes, problems)),
+        write_atomic(folder / "table.md", content.markdown()),
         write_atomic(folder / "table.csv", main.csv()),
         write_atomic(folder / "table.tex", main.latex()),
         *(write_atomic(folder / f"{table.name}.csv", table.csv()) for table in (*others, *replayed)),
@@ -124,7 +172,7 @@ def write_report(experiment_dir: str | os.PathLike[str], out: str | os.PathLike[
         paths += saved
         pictures[figure.name] = {"figure": figure, "uri": _embedded(saved), "width": round(120 * drawn.get_figwidth())}
     sections = []
-    for item, table in zip(replays, replayed, strict=True):
+    for item, table in zip(content.replays, replayed, strict=True):
         drawn = replay.cosine_matrix(item)
         saved = plots.save(drawn, folder / item.name)
         paths += saved
@@ -132,38 +180,17 @@ def write_report(experiment_dir: str | os.PathLike[str], out: str | os.PathLike[
                          "tables": replay.tables(item)[1:], "width": round(120 * drawn.get_figwidth())})  # fmt: skip
     page = _environment().get_template("report.html.j2").render(
         runs=runs, table=main, tables={t.name: t for t in others}, results=results, notes=notes, problems=problems,
-        pictures=pictures, replays=sections, samples=shown, failures=runs.failures.to_dict("records"),
+        pictures=pictures, replays=sections, samples=content.shown, failures=runs.failures.to_dict("records"),
         settings=settings(runs.configs), provenance=settings(runs.environments), done=len(runs.done),
     )  # fmt: skip
     paths.append(write_atomic(folder / "report.html", page))
     text = main.text([*tables.TERMINAL, *runs.axes])
     unfinished = tuple(
         f"{row.cell}: {row.state}" + (f" ({row.problem})" if row.problem else "")
-        for row in cells.frame.itertuples()
+        for row in others[-1].frame.itertuples()
         if row.state != "done"
     )
     return Report(f"{main.title}\n\n{text}", (*results, *notes), tuple(paths), problems, unfinished)
-
-
-def markdown(
-    runs: Runs,
-    main: Table,
-    others: list[Table],
-    results: tuple[str, ...],
-    notes: tuple[str, ...],
-    problems: tuple[Problem, ...],
-) -> str:
-    """The tables and sentences of a report as one Markdown text."""
-    blocks = [f"# {escape_markdown(main.title)}"]
-    if problems:
-        blocks.append("\n".join(["**Problems**", "", *(f"- {escape_markdown(str(p))}" for p in problems)]))
-    blocks += ["\n".join(f"- {escape_markdown(line)}" for line in results), main.markdown()]
-    if notes:
-        blocks.append("\n".join(f"- {escape_markdown(line)}" for line in notes))
-    blocks += [f"## {escape_markdown(table.title)}\n\n{table.markdown()}" for table in others]
-    commits = sorted(runs.cells["git_sha"].dropna().unique())
-    blocks.append(f"Code: {', '.join(commits) if commits else 'commit unknown'}.")
-    return "\n\n".join(block.rstrip() for block in blocks) + "\n"
 
 
 def settings(trees: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
