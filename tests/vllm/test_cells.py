@@ -56,6 +56,8 @@ def test_a_sweep_in_one_engine(tmp_path: Path, lora: bool) -> None:
             assert row["sampling/sampling_logp_difference/max"] < 1e-3
             assert row["sampling/sequence_ratio/mean"] == pytest.approx(1, abs=1e-3)
             assert math.isfinite(row["loss"]) and row["rollout/refresh_seconds"] > 0
+            assert row["rollout/check_difference"] < 1e-3
+            assert row["memory/rollout_peak_bytes"] > 0 < row["memory/step_peak_bytes"]
         moved = rows[-1]["weight_distance"]
         assert (moved == 0) == (variant == "no_detach")
         table = pq.read_table(directory.rollouts_dir / "step-000001.parquet")
@@ -119,6 +121,48 @@ def test_a_cell_whose_engine_dies_fails_and_the_sweep_goes_on(tmp_path: Path, mo
     told = json.loads(failed.read_text())
     assert failed.parent.name.startswith("reference") and told["type"] == "EngineError"
     assert "vLLM stopped: OutOfMemoryError: tried to allocate 7 GiB" in told["message"]
+    (done,) = tmp_path.rglob("done.json")
+    assert done.parent.name.startswith("no_detach")
+
+
+DYING = """
+import os, signal
+from ablate import cell as cells
+from ablate.rollout import vllm_live
+
+def run_cell(cell, directory, on_step):
+    generate, calls = vllm_live.Live.generate, []
+
+    def dying(self, *args):
+        calls.append(1)
+        if len(calls) == 3 and cell.variant == "reference":  # the check comes first
+            os.kill(os.getpid(), signal.SIGKILL)
+        return generate(self, *args)
+
+    vllm_live.Live.generate = dying
+    try:
+        return cells.run_cell(cell, directory, on_step)
+    finally:
+        vllm_live.Live.generate = generate
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_that_takes_its_process_with_it_fails_one_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's out-of-memory killer, say: the next cell has a new process and a new engine."""
+    (tmp_path / "dying_engine.py").write_text(DYING)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = configs.load(
+        [*SMALL, "variants=reference,no_detach", "train.lora=true", "jobs=1", "retries=0", "train.steps=3",
+         "eval.prompts=4", f"out={tmp_path / 'runs'}"]
+    )  # fmt: skip
+    assert runner.run(config, function="dying_engine:run_cell") != 0
+    (failed,) = tmp_path.rglob("failed.json")
+    told = json.loads(failed.read_text())
+    assert failed.parent.name.startswith("reference")
+    assert told["type"] == "WorkerDied" and "SIGKILL: most likely out of memory" in told["message"]
     (done,) = tmp_path.rglob("done.json")
     assert done.parent.name.startswith("no_detach")
 
