@@ -41,7 +41,8 @@ def run_cell(cell: Cell, directory: CellDir, on_step: OnStep) -> dict[str, Any]:
     _quiet()
     config = cell.config
     device = resolve.device(config.device).name
-    loaded = models.load(config.model, device=device, dtype=_weights_dtype(config))
+    dtype, load_in_4bit = _weights_dtype(config), config.train.load_in_4bit
+    loaded = models.load(config.model, device=device, dtype=dtype, load_in_4bit=load_in_4bit)
     task = tasks.get(config.task, **config.task_options).bind(loaded.tokenizer)
     args = grpo_config(cell, directory.path / ".trainer", device, task.max_completion_length)
     dataset = task.train_dataset(cell.seed)
@@ -65,6 +66,9 @@ def run_cell(cell: Cell, directory: CellDir, on_step: OnStep) -> dict[str, Any]:
             reward_timeout=config.rewards.timeout,
             exact_kl_every=config.train.exact_kl_every,
         )
+        if load_in_4bit:  # TRL has rounded the adapter to bfloat16, in which Adam's small steps are lost
+            for parameter in (p for p in trainer.model.parameters() if p.requires_grad):
+                parameter.data = parameter.data.float()
         trainer.engine = engines.get(config, trainer, live)
         with tracking.tracked(cell, directory, trainer) as tracked:
             summary = _Run(cell, directory, on_step, trainer, task, loaded, dataset).run()

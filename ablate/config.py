@@ -67,6 +67,7 @@ class TrainConfig:
     gradient_checkpointing: bool = _key(False, "recompute activations in the backward pass")
     dtype: str = _key("float32", "float32, bfloat16 or float16 (autocast and GradScaler)")
     lora: bool = _key(False, "train a LoRA adapter (peft.* are its settings) instead of all weights")
+    load_in_4bit: bool = _key(False, "the frozen base in 4 bits (QLoRA: bitsandbytes, nf4), with train.lora=true")
     checkpoint_every: int = _key(20, "steps between checkpoints, what a killed run resumes from; 0 = none")
     keep_checkpoint: bool = _key(False, "keep the last checkpoint of a finished cell")
     rollouts_every: int = _key(1, "steps between stored rollouts; 0 = none")
@@ -369,5 +370,7 @@ def validate(config: Config) -> None:
         raise unknown("device", config.device, ("auto", "cpu", "cuda", "cuda:0"))
     if isinstance(config.jobs, str) and config.jobs != "auto" or isinstance(config.jobs, int) and config.jobs < 0:
         raise ConfigError(f"jobs={config.jobs}: a number of cells side by side, auto, or 0 for this process")
+    if train.load_in_4bit and not train.lora and config.grid.get("train.lora") is None:
+        raise ConfigError("train.load_in_4bit: 4-bit weights stay frozen, an adapter is trained: say train.lora=true")
     if config.peft and not config.train.lora and config.grid.get("train.lora") is None:
         raise ConfigError(f"peft.{next(iter(config.peft))} is set but no adapter is trained: say train.lora=true")

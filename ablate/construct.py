@@ -74,6 +74,8 @@ def _groups(config: Config) -> dict[str, Callable[[Cell], Any]]:
         found["peft"] = _lora
     if config.sampling.keys() - {"temperature"} or "sampling" in axes:
         found["sampling"] = draw
+    if config.train.load_in_4bit or "train.load_in_4bit" in config.grid:
+        found["train"] = _four_bit
     if engine == "vllm" and (config.vllm or "vllm" in axes):
         found["vllm"] = _engine_args
     return found
@@ -141,6 +143,34 @@ def _lora(cell: Cell) -> None:
     settings = dataclasses.replace(settings, target_modules=["layer"], **dict.fromkeys(ELSEWHERE))
     width = max(settings.r, 8)
     inject_adapter_in_model(settings, nn.Sequential(nn.ModuleDict({"layer": nn.Linear(width, width)})))
+
+
+def _four_bit(cell: Cell) -> None:
+    """A forward and a backward pass through a 4-bit layer on the cell's device."""
+    config, train = cell.config, cell.config.train
+    if not train.load_in_4bit:
+        return
+    if not train.lora:
+        raise ConfigError("train.load_in_4bit: 4-bit weights stay frozen, an adapter is trained: say train.lora=true")
+    if resolve.rollout(config.rollout, config.device).name == "vllm" and not config.vllm.get("quantization"):
+        raise ConfigError(
+            "train.load_in_4bit: vLLM would draw from the unquantised base, which is not the policy that is trained: "
+            "say vllm.quantization=bitsandbytes, or rollout=transformers"
+        )
+    device = resolve.device(config.device).name
+    try:
+        import torch
+        from bitsandbytes.nn import Linear4bit
+
+        dtype = getattr(torch, train.dtype)
+        layer = Linear4bit(64, 64, compute_dtype=dtype, quant_type="nf4").to(device)
+        inputs = torch.ones(1, 64, dtype=dtype, device=device, requires_grad=True)
+        layer(inputs).sum().backward()
+        works = inputs.grad is not None and bool(inputs.grad.isfinite().all())
+    except Exception as error:  # no such kernel, no such library: all end here
+        raise ConfigError(f"train.load_in_4bit: bitsandbytes cannot do it on {device}: {_message(error)}") from error
+    if not works:
+        raise ConfigError(f"train.load_in_4bit: no gradient passes bitsandbytes' 4-bit layers on {device}")
 
 
 def _draw(cell: Cell) -> None:

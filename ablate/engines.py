@@ -58,7 +58,8 @@ def vllm_spec(config: Config, loaded: Any, args: Any, prompts: list[Any]) -> Spe
     quantization = check_quantization(config, stored)
     parameters = vllm_memory.parameters_of(checkpoint)
     shared = rank and config.vllm.get("share_weights") is not False and not quantization
-    reserve = 0 if shared else parameters * (dtype.itemsize if rank else FULL_STATE_BYTES)
+    own_bytes = vllm_memory.BYTES_IN_4BIT if config.train.load_in_4bit else dtype.itemsize if rank else FULL_STATE_BYTES
+    reserve = 0 if shared else int(parameters * own_bytes)
     if rank:
         vllm_sync.max_rank(rank)
     return Spec(

@@ -176,7 +176,8 @@ def _has_weights(folder: Path) -> bool:
 def load_start(cell: Stored, device: str) -> models.LoadedModel:
     """The model that the cell started from, in its precision: that of training where frozen, else float32."""
     dtype = getattr(torch, cell.config["train"]["dtype"]) if cell.lora else torch.float32
-    return models.load(cell.config["model"], device=device, dtype=dtype)
+    in_4bit = cell.config["train"].get("load_in_4bit", False)
+    return models.load(cell.config["model"], device=device, dtype=dtype, load_in_4bit=in_4bit)
 
 
 def build_policy(cell: Stored, step: int, start: models.LoadedModel) -> tuple[nn.Module, nn.Module]:
@@ -233,6 +234,11 @@ def _initial_adapter(cell: Stored, base: Any, start: models.LoadedModel) -> Any:
         set_seed(cell.seed)
         model: Any = get_peft_model(base, lora_config(SimpleNamespace(peft=cell.config["peft"])))  # type: ignore[arg-type]
     trained = {n: p.detach().cpu() for n, p in model.named_parameters() if p.requires_grad}
+    if start.load_in_4bit:  # as TRL rounds it
+        for name, parameter in model.named_parameters():
+            if name in trained and "lora_magnitude_vector" not in name:
+                parameter.data = parameter.data.bfloat16().float()
+                trained[name] = parameter.detach().cpu()
     found = hashlib.sha256((start.sha256 + weights_sha256(trained)).encode()).hexdigest()
     known = (cell.directory.read_env() or {}).get("pairing", {}).get("initial_weights_sha256")
     if found != known:

@@ -117,6 +117,9 @@ EXECUTION_KEYS = (
     "trl.report_to",
 )
 
+# Keys that came later, with the value that stands for how cells ran before: at that value they do not enter the hash.
+LATER_KEYS = {"train.load_in_4bit": False}
+
 
 def is_execution(key: str) -> bool:
     """Whether a key of the config, `a.b.c`, is one of EXECUTION_KEYS or lies below one."""
@@ -124,7 +127,10 @@ def is_execution(key: str) -> bool:
 
 
 def deciding(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The keys of a config dict, flat ("train.steps"), that decide a cell's numbers: all but EXECUTION_KEYS."""
+    """The keys of a config dict, flat ("train.steps"), that decide a cell's numbers: all but EXECUTION_KEYS.
+
+    LATER_KEYS at their earlier value are left out, as they are of a config from before.
+    """
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
@@ -132,7 +138,7 @@ def deciding(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
             continue
         if isinstance(value, Mapping):
             flat.update(deciding(value, f"{key}."))
-        else:
+        elif key not in LATER_KEYS or value != LATER_KEYS[key]:
             flat[key] = value
     return flat
 

@@ -41,7 +41,8 @@ class LoadedModel:
     source: where it came from, in words.
     sha256: `weights_sha256` of the stored tensors.
     tokenizer: with a pad token and left padding.
-    device, dtype: what `build` uses.
+    device, dtype: what `build` uses. load_in_4bit: it quantises the weights (nf4, scales quantised too, the LM head
+        not) and computes in dtype.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class LoadedModel:
     tokenizer: "PreTrainedTokenizerBase"
     device: str = "cpu"
     dtype: "torch.dtype | str" = "float32"
+    load_in_4bit: bool = False
 
     def build(self, **overrides: Any) -> "PreTrainedModel":
         """A fresh model, byte-identical each time; `overrides` go to `from_pretrained` (quantization_config, ...).
@@ -59,11 +61,13 @@ class LoadedModel:
         """
         from transformers import AutoModelForCausalLM
 
-        arguments = {"dtype": self.dtype, "use_safetensors": True, "local_files_only": True, "trust_remote_code": False}
+        arguments: dict[str, Any] = {"dtype": self.dtype, "use_safetensors": True}
+        arguments |= {"local_files_only": True, "trust_remote_code": False}
+        if self.load_in_4bit:
+            arguments |= {"quantization_config": quantization(self.dtype), "device_map": {"": self.device}}
+        arguments |= overrides
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                self.path, output_loading_info=True, **(arguments | overrides)
-            )
+            model, report = AutoModelForCausalLM.from_pretrained(self.path, output_loading_info=True, **arguments)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"model: transformers cannot build {self.source} from {self.path}: {reason}") from error
@@ -76,7 +80,19 @@ class LoadedModel:
         for module in model.modules():
             if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes would repack 4-bit weights in the first
                 module.support_avx512bf16_for_cpu = False  # evaluation on a CPU, and no gradient passes them after that
-        return model if "quantization_config" in overrides else model.to(self.device)
+        return model if "quantization_config" in arguments else model.to(self.device)
+
+
+def quantization(dtype: "torch.dtype | str") -> Any:
+    """transformers' settings for 4-bit weights as in QLoRA (arXiv 2305.14314), products in `dtype`."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
 
 
 def names() -> list[str]:
@@ -90,18 +106,20 @@ def load(
     device: str = "cpu",
     dtype: "torch.dtype | str" = "float32",
     cache_dir: str | Path | None = None,
+    load_in_4bit: bool = False,
 ) -> LoadedModel:
     """Finds, makes or downloads the model that `spec` names.
 
     spec: tiny, smollm2, a folder, a .gguf file or a hub id (see the module's docstring).
     cache_dir: where models made here are kept; default $ABLATE_CACHE or the user's cache folder.
+    load_in_4bit: see `LoadedModel`.
 
     Raises ValueError, with the way out, for an unknown name (nearest names are given), a path that is none, weights
     that are pickled, damaged or incomplete, a tokenizer that is missing, a hub that cannot be reached.
     """
     path, source = _resolve(str(spec).strip(), cache_dir)
     weight_files(path)
-    return LoadedModel(path, source, folder_sha256(path), load_tokenizer(path), device, dtype)
+    return LoadedModel(path, source, folder_sha256(path), load_tokenizer(path), device, dtype, load_in_4bit)
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":

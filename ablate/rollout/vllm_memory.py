@@ -15,6 +15,7 @@ GIB = 1 << 30
 MAX_SEQUENCES = 256
 SLACK = int(1.5 * GIB)  # CUDA context, graphs, activations of the engine
 SAMPLER_BYTES = 18  # per sequence and vocabulary entry, in vLLM's first sampler
+BYTES_IN_4BIT = 0.65  # a parameter, with its share of the scales and of the layers that stay as they are
 BLOCK = 128  # tokens; no backend takes larger KV blocks by default
 
 
@@ -99,7 +100,7 @@ def plan(
         given.get("max_num_batched_tokens") or max(4096 if split else 1024, sequences, 0 if split else length)
     )
     per_token = kv_bytes_per_token(config, dtype, given.get("kv_cache_dtype", "auto"))
-    weights = parameters * (0.65 if given.get("quantization") == "bitsandbytes" else dtype.itemsize)
+    weights = parameters * (BYTES_IN_4BIT if given.get("quantization") == "bitsandbytes" else dtype.itemsize)
     sampler = SAMPLER_BYTES * sequences * config.get_text_config().vocab_size
     if device.type == "cuda":
         room = int(0.9 * (free - weights - need.reserve - sampler - SLACK))

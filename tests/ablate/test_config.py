@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ablate import aliases, config, keys, passthrough
+from ablate import aliases, config, keys, passthrough, schema
 from ablate import help as help_texts
 from ablate.config import Config, ConfigError
 
@@ -323,6 +323,19 @@ def test_hash_follows_what_decides_the_numbers() -> None:
     hashes = {config.config_hash(c, "reference", 0) for c in [base, *others]}
     hashes |= {config.config_hash(base, "reference", 1), config.config_hash(base, "no_detach", 0)}
     assert len(hashes) == len(others) + 3
+
+
+def test_a_key_that_came_later_leaves_older_cells_as_they_were() -> None:
+    before, now = config.to_dict(load()), config.to_dict(load())
+    for key in schema.LATER_KEYS:
+        head, _, name = key.partition(".")
+        assert before[head].pop(name) == schema.LATER_KEYS[key], "its default is how cells ran before"
+    assert schema.config_hash(before, "reference", 0) == schema.config_hash(now, "reference", 0)
+    assert config.differences(before, now) == []
+    assert config.differences(before, config.to_dict(load("load_in_4bit=true", "lora=true"))) == [
+        "train.load_in_4bit: not set -> True",
+        "train.lora: False -> True",
+    ]
 
 
 def test_differences_name_the_keys() -> None:

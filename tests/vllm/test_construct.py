@@ -22,6 +22,11 @@ def test_refusals(override: str, words: str) -> None:
         config.load(["rollout=vllm", override])
 
 
+def test_a_4_bit_base_needs_a_4_bit_engine() -> None:
+    with pytest.raises(ConfigError, match=r"train\.load_in_4bit: .*vllm\.quantization=bitsandbytes, or rollout=transf"):
+        config.load(["rollout=vllm", "train.lora=true", "train.load_in_4bit=true"])
+
+
 def test_what_runs_is_not_refused() -> None:
     options = ("vllm.kv_cache_dtype=fp8", "vllm.max_num_seqs=4", "vllm.share_weights=false", "vllm.enforce_eager=true")
     config.load(["rollout=vllm", *options, "sampling.seed=3", "sampling.top_p=0.9", "sampling.stop=[a]"])
