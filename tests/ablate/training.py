@@ -62,6 +62,11 @@ def even(prompts, completions, **kwargs):
     return [None if not text else float(text[-1] in "02468") - 0.3 for text in completions]
 
 
+def letters(prompts, completions, **kwargs):
+    """Differs between completions, which GSM8K's own rewards on so few tokens do not."""
+    return [float(len(set(str(c)))) for c in completions]
+
+
 def make(kind: type, folder: Path, out: Path, *, lora: bool = False, reward_funcs=None, config=None, **kwargs: Any):
     values = {
         "output_dir": str(out), "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True, "seed": 3,
