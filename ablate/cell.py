@@ -145,7 +145,8 @@ def _quiet() -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("accelerate").setLevel(logging.ERROR)
+    for name in ("accelerate", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", message=".*pin_memory.*")
 

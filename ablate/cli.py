@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -228,6 +229,7 @@ def replay(what: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point: a refused config ends with its message and exit code 2, not with a traceback."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says at import which kernels it could not download
     try:
         cli.main(args=None if arguments is None else list(arguments), prog_name="ablate")
     except (ConfigError, RunFileError) as error:
