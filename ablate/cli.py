@@ -221,6 +221,9 @@ def replay(what: Sequence[str]) -> None:
     Writes FOLDER/replay/step-N/{replay.json, table.md, table.csv, cosine.png, cosine.svg}: gradient norms, their
     cosines, shares of surrogate and KL, norms by layer, weights of tokens. A run needs rollouts and the policy that
     drew them (train.rollouts_every, train.adapter_every); step 1 needs no policy.
+
+    backends=triton,chunked,reference takes the variants' gradients through each loss backend instead and writes
+    {backends.json, backends.md}: their relative differences; exit code 1 where one is past what the dtype allows.
     """
     from ablate import replay as replays
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,13 @@ from ablate import replay_gradients as gradients
 from ablate import replay_stored as stored
 from ablate import replay_terms as terms
 from ablate.check import select
-from ablate.errors import ConfigError, unknown
+from ablate.errors import ConfigError
 from ablate.files import write_json
 from ablate.replay_gradients import Models
+from ablate.replay_request import Request, parse
 from ablate.replay_stored import Batch, Stored
 from ablate.replay_terms import Scored, VariantTerms
 
-KEYS = ("run", "variants", "step", "policy", "device", "micro_batch_size", "tolerance")
 FORMAT = 1
 # Largest difference of a float32 log-prob, and mean one of a bfloat16 or float16 log-prob, in nats.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.02}
@@ -42,77 +42,54 @@ MEAN_TOLERANCE = {"float32": 0.01, "bfloat16": 0.2, "float16": 0.1}
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to replay. step None: the last that can be. policy: drawn, final or a step. params: beta, epsilon, ... that
-    replace the run's. tolerance: nats, see TOLERANCE; None: that of the run's precision.
-    """
+class Loaded:
+    """What a request asks for, read and verified: one step's rollouts, the models, and every variant's parameters."""
 
-    run: Path
-    variants: str = "all"
-    step: int | None = None
-    policy: str = "drawn"
-    device: str = "auto"
-    micro_batch_size: int | None = None
-    tolerance: float | None = None
-    params: Mapping[str, Any] = field(default_factory=dict)
+    cell: Stored
+    step: int
+    policy: int
+    variants: list[losses.Variant]
+    params: list[dict[str, Any]]
+    batch: Batch
+    models: Models
+    scored: Scored
+    entropy: Tensor
+    checks: list[dict[str, Any]]
 
+    @property
+    def device(self) -> torch.device:
+        return self.batch.group_ids.device
 
-def parse(overrides: Sequence[str]) -> Request:
-    """A `Request` from `key=value` words. Raises ConfigError naming the key, with the nearest names for a typo."""
-    known_params = {p.name: p for name in losses.names() for p in losses.get(name).all_params}
-    values: dict[str, Any] = {}
-    params: dict[str, Any] = {}
-    for text in overrides:
-        key, equals, value = text.partition("=")
-        if not equals or not value:
-            raise ConfigError(
-                f"{text}: write key=value; keys: {', '.join(KEYS)}, beta and the variants' other parameters"
-            )
-        if key not in KEYS and key not in known_params:
-            raise unknown("replay", key, [*KEYS, *known_params], "keys")
-        if key in values or key in params:
-            raise ConfigError(f"{key}: given twice")
-        if key in known_params:
-            params[key] = _parameter(known_params[key], value)
-        elif key in ("step", "micro_batch_size"):
-            values[key] = None if (key, value) == ("step", "last") else _number(key, value, int, 1)
-        else:
-            values[key] = _number(key, value, float, 0.0) if key == "tolerance" else value
-    if "run" not in values:
-        raise ConfigError("run=FOLDER is needed: an experiment or one of its cells, such as runs/default")
-    return Request(**{**values, "run": Path(values["run"]).expanduser()}, params=params)
+    def origin(self) -> dict[str, Any]:
+        """What was replayed, as every file of a replay says it."""
+        cell = self.cell
+        return {
+            "format": FORMAT,
+            "experiment": cell.directory.path.resolve().parent.name,
+            "cell": cell.name,
+            "trained_variant": cell.variant,
+            "seed": cell.seed,
+            "point": cell.point,
+            "step": self.step,
+            "policy": {
+                "step": self.policy, "source": cell.policy_name(self.policy), "off_policy": self.scored.off_policy
+            },
+            "model": cell.config["model"],
+            "device": str(self.device),
+            "dtype": cell.config["train"]["dtype"],
+            "lora": cell.lora,
+            "completions": len(self.batch),
+            "groups": len(self.batch.group_ids.unique()),
+            "tokens": int(self.batch.completion_mask.sum()),
+        }  # fmt: skip
 
-
-def _number(key: str, text: str, kind: Callable[[str], Any], least: float) -> Any:
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not value >= least:
-        what = f"a whole number from {least} up" + (", or last" if key == "step" else "")
-        raise ConfigError(f"{key}={text}: must be {what if kind is int else f'a number from {least:g} up'}")
-    return value
+    def provenance(self) -> dict[str, Any]:
+        found = provenance.collect([self.cell.seed])
+        return {key: found[key] for key in ("git", "command", "packages") if key in found}
 
 
-def _parameter(param: losses.Param, text: str) -> Any:
-    value: Any = text
-    if not param.choices:
-        try:
-            value = None if text.lower() in ("none", "null") else float(text)
-        except ValueError:
-            raise ConfigError(f"{param.name}={text}: not a number") from None
-    try:
-        return param.check(value)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def replay(request: Request, *, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Replays a step and returns what replay.json holds.
-
-    Raises ConfigError naming the argument: no such run, no rollouts, no policy for the step, an unknown variant,
-    log-probs that are not the stored ones. RunFileError where a file of the run is damaged.
-    """
+def load(request: Request, progress: Callable[[str], None]) -> Loaded:
+    """Raises as `replay` does."""
     cell = stored.find(request.run, request.step)
     step = stored.choose_step(cell, request.step)
     policy = stored.choose_policy(cell, request.policy, step)
@@ -132,33 +109,29 @@ def replay(request: Request, *, progress: Callable[[str], None] = lambda text: N
     progress("log-probs")
     scored, entropy = _score(cell, step, policy, batch, models, start)
     checks = verify(cell, step, batch, scored, entropy, request.tolerance)
-    found = [terms.terms(v, cell, batch, scored, p) for v, p in zip(variants, params, strict=True)]
+    return Loaded(cell, step, policy, variants, params, batch, models, scored, entropy, checks)
+
+
+def replay(request: Request, *, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+    """Replays a step and returns what replay.json holds.
+
+    Raises ConfigError naming the argument: no such run, no rollouts, no policy for the step, an unknown variant,
+    log-probs that are not the stored ones. RunFileError where a file of the run is damaged.
+    """
+    x = load(request, progress)
+    found = [terms.terms(v, x.cell, x.batch, x.scored, p) for v, p in zip(x.variants, x.params, strict=True)]
     parts = terms.components(found)
-    gram = gradients.gram(models, batch, parts, progress=progress)
+    gram = gradients.gram(x.models, x.batch, parts, progress=progress)
     return {
-        "format": FORMAT,
-        "experiment": cell.directory.path.resolve().parent.name,
-        "cell": cell.name,
-        "trained_variant": cell.variant,
-        "seed": cell.seed,
-        "point": cell.point,
-        "step": step,
-        "policy": {"step": policy, "source": cell.policy_name(policy), "off_policy": scored.off_policy},
-        "model": cell.config["model"],
-        "device": str(batch.group_ids.device),
-        "dtype": cell.config["train"]["dtype"],
-        "lora": cell.lora,
-        "completions": len(batch),
-        "groups": len(batch.group_ids.unique()),
-        "tokens": int(batch.completion_mask.sum()),
+        **x.origin(),
         "parameters": sum(gram.sizes.values()),
         "backward_passes": len(parts.parts),
-        "kl": _k3(scored, batch),
-        "entropy": float(entropy[batch.completion_mask.bool()].mean()),
-        "checks": checks,
-        "training": _training(cell, step, scored, request, found, parts, gram),
-        **_results(batch, found, parts, gram),
-        "provenance": {k: v for k, v in provenance.collect([cell.seed]).items() if k in ("git", "command", "packages")},
+        "kl": _k3(x.scored, x.batch),
+        "entropy": float(x.entropy[x.batch.completion_mask.bool()].mean()),
+        "checks": x.checks,
+        "training": _training(x.cell, x.step, x.scored, request, found, parts, gram),
+        **_results(x.batch, found, parts, gram),
+        "provenance": x.provenance(),
     }
 
 
@@ -362,27 +335,32 @@ def folder_of(request: Request, result: Mapping[str, Any]) -> Path:
 
 
 def main(overrides: Sequence[str], console: Console | None = None) -> int:
-    """Replays, writes replay.json, table.md, table.csv, cosine.png and cosine.svg, prints the table; exit code 0."""
-    from ablate import runner
+    """Replays, writes replay.json, table.md, table.csv, cosine.png and cosine.svg, prints the table; exit code 0.
+
+    With `backends=` as `replay_backends.main` says.
+    """
+    from ablate import replay_backends, runner
     from analysis import replay as shown
 
     console = console or runner.make_console()
     request = parse(overrides)
     transformers.utils.logging.disable_progress_bar()
+    if request.backends:
+        return replay_backends.main(request, console)
     with console.status("reading the run") as status:
         result = replay(request, progress=lambda text: status.update(text))
     folder = folder_of(request, result)
     write_json(folder / schema.REPLAY_FILE, result)
     item = shown.read(folder / schema.REPLAY_FILE)
     shown.write(item, folder)
-    console.print(_rich(shown.summary_table(item)))
+    console.print(rich_table(shown.summary_table(item)))
     for line in shown.sentences(item):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"\nwritten to {folder}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
-def _rich(table: Any) -> Any:
+def rich_table(table: Any) -> Any:
     from rich import box
     from rich.table import Table
     from rich.text import Text

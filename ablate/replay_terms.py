@@ -113,23 +113,30 @@ def advantages(
     return (variant.advantage or losses.group_advantages)(rewards, batch.group_ids)
 
 
+def loss_inputs(
+    variant: losses.Variant, cell: Stored, batch: Batch, scored: Scored, params: dict[str, Any], beta: float
+) -> losses.LossInputs:
+    """The variant's inputs on the whole batch, as the trainer forms them."""
+    mask = batch.completion_mask
+    return losses.LossInputs(
+        completion_ids=batch.completion_ids,
+        completion_mask=mask,
+        advantages=advantages(variant, cell, batch, scored, params, beta),
+        old_per_token_logps=scored.o,
+        ref_per_token_logps=scored.p,
+        sampling_per_token_logps=scored.mu,
+        num_items_in_batch=mask.sum(),
+        num_sequences_in_batch=mask.any(-1).sum(),
+        group_ids=batch.group_ids,
+    )
+
+
 def terms(variant: losses.Variant, cell: Stored, batch: Batch, scored: Scored, params: dict[str, Any]) -> VariantTerms:
     """The variant on the whole batch. Raises ConfigError where it needs what the batch does not have."""
 
     def at(beta: float) -> tuple[Terms, losses.LossInputs]:
         values = {**params, "beta": beta}
-        mask = batch.completion_mask
-        inputs = losses.LossInputs(
-            completion_ids=batch.completion_ids,
-            completion_mask=mask,
-            advantages=advantages(variant, cell, batch, scored, params, beta),
-            old_per_token_logps=scored.o,
-            ref_per_token_logps=scored.p,
-            sampling_per_token_logps=scored.mu,
-            num_items_in_batch=mask.sum(),
-            num_sequences_in_batch=mask.any(-1).sum(),
-            group_ids=batch.group_ids,
-        )
+        inputs = loss_inputs(variant, cell, batch, scored, params, beta)
         try:
             # An exact KL comes from the hidden states, later.
             checks.check_inputs(
