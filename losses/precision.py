@@ -9,14 +9,14 @@ float8, products in float32.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from losses.backends.head import Head
 
-VOCAB_BLOCK = (
-    8192  # rows of a half-precision head that are held in float32 at a time where products are done in float32
-)
+BLOCK_BYTES = 8 << 20  # of a half-precision head that are held in float32 at a time where products are done in float32
 FLOAT8 = torch.float8_e4m3fn
 FLOAT8_MAX = 448.0
 
@@ -53,9 +53,8 @@ class Products:
         if not self.half:
             return torch.mm(h, weight.t(), out=out)
         h = h.to(dtype)
-        for start in range(0, weight.shape[0], VOCAB_BLOCK):
-            block = weight[start : start + VOCAB_BLOCK].to(dtype)
-            out[:, start : start + VOCAB_BLOCK] = h @ block.t()
+        for words in blocks(weight):
+            out[:, words] = h @ weight[words].to(dtype).t()
         return out
 
     def mix(self, e: Tensor, weight: Tensor, *, ids: Tensor | None = None) -> Tensor:
@@ -65,9 +64,8 @@ class Products:
         if not self.half:
             return e @ weight
         total = torch.zeros(e.shape[0], weight.shape[1], dtype=e.dtype, device=e.device)
-        for start in range(0, weight.shape[0], VOCAB_BLOCK):
-            block = weight[start : start + VOCAB_BLOCK].to(e.dtype)
-            total.addmm_(e[:, start : start + VOCAB_BLOCK], block)
+        for words in blocks(weight):
+            total.addmm_(e[:, words], weight[words].to(e.dtype))
         return total
 
     def subtract_outer(self, total: Tensor, e: Tensor, h: Tensor, share: Tensor) -> None:
@@ -90,9 +88,8 @@ class Float8Products(Products):
         result = torch.empty(h.shape[0], weight.shape[0], dtype=dtype, device=h.device) if out is None else out
         with torch.no_grad():
             rounded = rounded_to_float8(h, 1, dtype)
-            for start in range(0, weight.shape[0], VOCAB_BLOCK):
-                block = rounded_to_float8(weight[start : start + VOCAB_BLOCK], 1, dtype)
-                result[:, start : start + VOCAB_BLOCK] = rounded @ block.t()
+            for words in blocks(weight):
+                result[:, words] = rounded @ rounded_to_float8(weight[words], 1, dtype).t()
             if ids is not None:
                 own = torch.linalg.vecdot(h.to(dtype), weight[ids].to(dtype))
                 result.scatter_(1, ids.unsqueeze(1), own.unsqueeze(1))
@@ -109,11 +106,21 @@ class Float8Products(Products):
         rounded = (others * factor).to(FLOAT8).to(e.dtype)
         scale = scales(weight, 0)
         total = torch.zeros(e.shape[0], weight.shape[1], dtype=e.dtype, device=e.device)
-        for start in range(0, weight.shape[0], VOCAB_BLOCK):
-            block = (weight[start : start + VOCAB_BLOCK].float() / scale).to(FLOAT8).to(e.dtype)
-            total.addmm_(rounded[:, start : start + VOCAB_BLOCK], block)
+        for words in blocks(weight):
+            block = (weight[words].float() / scale).to(FLOAT8).to(e.dtype)
+            total.addmm_(rounded[:, words], block)
         total.mul_(scale).div_(factor)
         return total if ids is None else total.addcmul_(e.gather(1, ids.unsqueeze(1)), weight[ids].to(e.dtype))
+
+
+def blocks(weight: Tensor) -> Iterator[slice]:
+    """Blocks of the vocabulary, rows of weight (V, H), of BLOCK_BYTES in float32 each.
+
+    Larger ones are no faster: on a CPU with one thread 512 rows of 4,096 took 0.66 of the time of 8,192 for a product.
+    """
+    rows = max(64, BLOCK_BYTES // (4 * max(1, weight.shape[1])))
+    for start in range(0, weight.shape[0], rows):
+        yield slice(start, start + rows)
 
 
 def scales(x: Tensor, dim: int) -> Tensor:

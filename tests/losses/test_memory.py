@@ -71,11 +71,12 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 def peak(
-    backend: str, trained: tuple[str, ...], tokens: int, chunk: int | None, vocab: int = 1000, width: int = 4
-) -> int:
+    backend: str, trained: tuple[str, ...], tokens: int, chunk: int | None, vocab: int = 1000, width: int = 4,
+    dtype: torch.dtype = torch.float32,
+) -> int:  # fmt: skip
     rng = generator(62)
-    hidden = torch.randn(1, tokens, width, generator=rng).requires_grad_(True)
-    weight = torch.randn(vocab, width, generator=rng).requires_grad_("weight" in trained)
+    hidden = torch.randn(1, tokens, width, generator=rng).to(dtype).requires_grad_(True)
+    weight = torch.randn(vocab, width, generator=rng).to(dtype).requires_grad_("weight" in trained)
     ids = torch.randint(0, vocab, (1, tokens), generator=rng)
     inputs = losses.LossInputs(ids, torch.ones(1, tokens, dtype=torch.bool), torch.ones(1))
 
@@ -102,3 +103,10 @@ def test_a_chunk_of_its_own_choice_is_bounded(trained):
     tokens, vocab = 2048, 40_000
     assert peak("chunked", trained, tokens, None, vocab, 1) < 150 * 2**20
     assert 4 * tokens * vocab > 300 * 2**20  # full logits alone, before their softmax and its gradient
+
+
+def test_a_half_precision_head_is_widened_block_by_block():
+    """64 MiB in float32, of which 8 MiB are alive at a time."""
+    vocab, width = 8192, 2048
+    assert peak("chunked", ("hidden",), 16, None, vocab, width, torch.bfloat16) < 12 * 2**20
+    assert 4 * vocab * width == 64 * 2**20
