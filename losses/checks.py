@@ -21,11 +21,23 @@ def may_look(x: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
+class Values:
+    """What a question is about. kind: "ids" (x in [0, bound)), "mask" (0 or 1), "token" or "row" (finite x (B, T) or
+    (B,)); at unmasked tokens."""
+
+    kind: str
+    x: Tensor
+    mask: Tensor | None
+    bound: int = 0
+
+
+@dataclass(frozen=True)
 class Question:
     """One check of values: `bad()` is true somewhere where the input must be refused, `refuse()` raises."""
 
     bad: Callable[[], Tensor]
     refuse: Callable[[], NoReturn]
+    values: Values | None = None
 
 
 _open: ContextVar[list[Question] | None] = ContextVar("_open", default=None)
@@ -41,19 +53,27 @@ def collecting(questions: list[Question]) -> Iterator[None]:
         _open.reset(before)
 
 
-def settle(questions: list[Question]) -> None:
-    """Answers all of them with one wait for the device; raises for the first that refuses."""
-    if questions:
-        answers = torch.stack([question.bad().any() for question in questions]).tolist()
-        for question, bad in zip(questions, answers, strict=True):
-            if bad:
-                question.refuse()
+Answers = Callable[[list[Question]], list[bool]]
 
 
-def _ask(bad: Callable[[], Tensor], refuse: Callable[[], NoReturn]) -> None:
+def answers(questions: list[Question]) -> list[bool]:
+    return torch.stack([question.bad().any() for question in questions]).tolist()
+
+
+def settle(questions: list[Question], answers: Answers = answers) -> None:
+    """Answers all of them with one wait for the device; raises for the first that refuses.
+
+    answers: whether each refuses; a backend may have a shorter way.
+    """
+    for question, bad in zip(questions, answers(questions) if questions else [], strict=True):
+        if bad:
+            question.refuse()
+
+
+def _ask(bad: Callable[[], Tensor], refuse: Callable[[], NoReturn], values: Values) -> None:
     questions = _open.get()
     if questions is not None:
-        questions.append(Question(bad, refuse))
+        questions.append(Question(bad, refuse, values))
     elif bad().any():
         refuse()
 
@@ -73,7 +93,7 @@ def check_finite(name: str, x: Tensor | None, mask: Tensor | None = None) -> Non
         where = tuple(bad().nonzero()[0].tolist())
         raise ValueError(f"{name} is {x[where].item()} at {where}: every unmasked value must be finite")
 
-    _ask(bad, refuse)
+    _ask(bad, refuse, Values("token" if x.dim() == 2 else "row", x, mask))
 
 
 def check_integers(ids: Tensor) -> None:
@@ -98,7 +118,7 @@ def check_ids(ids: Tensor, mask: Tensor | None, vocab: int) -> None:
             "mask the token or use the model's own tokenizer"
         )
 
-    _ask(bad, refuse)
+    _ask(bad, refuse, Values("ids", ids, mask, vocab))
 
 
 def check_inputs(variant: Variant, inputs: LossInputs, params: dict[str, Any], shape: torch.Size) -> None:
@@ -176,7 +196,7 @@ def check_mask(mask: Tensor) -> None:
     def refuse() -> NoReturn:
         raise ValueError("completion_mask must hold only 0 and 1")
 
-    _ask(lambda: (mask != 0) & (mask != 1), refuse)
+    _ask(lambda: (mask != 0) & (mask != 1), refuse, Values("mask", mask, mask))
 
 
 def check_head(

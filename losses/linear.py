@@ -123,8 +123,9 @@ def linear_policy_loss(
             chunk_size=chunk_size,
         )  # fmt: skip
         checks.check_inputs(variant, inputs, values, inputs.completion_ids.shape)
+    answers = getattr(module, "answers", checks.answers)
     if not hidden.is_cuda:
-        checks.settle(questions)
+        checks.settle(questions, answers)
         questions.clear()
     ids, index = _safe_ids(inputs.completion_ids, mask, lm_head_weight), _active(mask)  # the second waits
     trained = torch.is_grad_enabled() and (
@@ -153,7 +154,7 @@ def linear_policy_loss(
     # On a GPU every check comes last: it waits for the device, and everything above is queued by then.
     with checks.collecting(questions):
         checks.check_finite("the policy's per-token log-probs", logps, mask)
-    checks.settle(questions)
+    checks.settle(questions, answers)
     if variant.vocabulary is not None and values["beta"] > 0:
         from losses.divergence import exact_kl  # it stands on this module
 
@@ -277,6 +278,7 @@ class _FusedLoss(torch.autograd.Function):
             needs=ctx.needs_input_grad[:3],
         )  # fmt: skip
         loss = evaluate(done.logps, done.entropy)
+        ctx.set_materialize_grads(False)  # no zeros for the two outputs without a gradient
         ctx.used = False
         ctx.grads, ctx.module, ctx.folded = (done.u, done.d_weight, done.d_bias), module, done.folded
         ctx.g, ctx.dtypes = loss.grad, (weight.dtype, None if bias is None else bias.dtype)
@@ -289,7 +291,7 @@ class _FusedLoss(torch.autograd.Function):
         (u, d_weight, d_bias), ctx.grads = ctx.grads, None
         d_hidden = None
         if u is not None:
-            d_hidden = _scaled(ctx.module, u, grad.float().expand(u.shape[:-1]) if ctx.folded else ctx.g * grad)
+            d_hidden = _scaled_to(ctx.module, u, grad, u.dtype) if ctx.folded else _scaled(ctx.module, u, ctx.g * grad)
         d_weight, d_bias = (
             None if d is None else _scaled_to(ctx.module, d, grad, dtype)
             for d, dtype in zip((d_weight, d_bias), ctx.dtypes, strict=True)

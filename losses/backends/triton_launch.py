@@ -25,6 +25,7 @@ from losses.backends import triton_kernels as kernels
 from losses.backends import triton_vocabulary as vocabulary  # noqa: F401  (`losses.divergence` takes it from here)
 from losses.backends.head import Head, Pass, launching_on
 from losses.backends.triton_bodies import arguments, device_function
+from losses.backends.triton_checks import answers as answers
 from losses.backends.triton_terms import evaluate as evaluate
 from losses.backends.triton_tiles import INTERPRETED, Tiles, descriptor, tiles_for, tma_ready
 

@@ -150,7 +150,9 @@ def scale_rows(u, g, width, BLOCK: tl.constexpr):
 @triton.jit
 def scale_all(x, factor, out, size, BLOCK: tl.constexpr):
     k = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(x + k, mask=k < size, other=0.0) * tl.load(factor).to(tl.float32)
+    f = tl.load(factor).to(tl.float32)
+    value = tl.load(x + k, mask=k < size, other=0.0).to(tl.float32)
+    value = tl.where(f == 0.0, 0.0, value * f)
     tl.store(out + k, value.to(out.dtype.element_ty), mask=k < size)
 
 

@@ -72,6 +72,28 @@ def test_float8():
     assert kernels.keys() == FROZEN | {"quantize_rows", "requantize"}
 
 
+@pytest.mark.parametrize("capability", [90, 80])
+@pytest.mark.parametrize("mask", [torch.bool, torch.int64], ids=str)
+def test_checks(capability, mask):
+    from losses.backends import triton_checks
+
+    def meta(*shape, dtype=torch.float32):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    chosen = {"ids": [meta(8, 70, dtype=torch.int64)], "mask": [] if mask == torch.bool else [meta(8, 70, dtype=mask)]}
+    half = meta(8, 70, dtype=torch.bfloat16)
+    with compiling_for(capability) as compiled:
+        triton_checks._launch(
+            meta(9, dtype=torch.int32), meta(8, 70, dtype=mask), 32_001,
+            chosen | {"token": [meta(8, 70), half, meta(8, 70, dtype=torch.float64)], "row": [meta(8)]},
+        )  # fmt: skip
+        triton_checks._launch(
+            meta(9, dtype=torch.int32), meta(8, 70, dtype=mask), 0, {"ids": [], "mask": [], "token": [half], "row": []}
+        )
+    assert [name for name, _ in compiled] == ["find_bad"] * 2
+    assert all(kernel.metadata.target.arch == capability for _, kernel in compiled)
+
+
 @pytest.mark.parametrize(("precision", "instruction"), [("auto", "HGMMA"), ("fp8", "QGMMA")])
 def test_the_product_runs_on_hoppers_matrix_units_without_spills(tmp_path, precision, instruction):
     kernels = _compile(90, "reference", 512, 4096, 128_256, torch.bfloat16, precision=precision)
