@@ -62,7 +62,8 @@ class AblationTrainer(ScoringTrainer):
         self.variant = losses.get(trl_options.variant_of(self.args, loss_variant))
         self.loss_params = trl_options.loss_params(self.args, self.variant.name, loss_params)
         self.engine, self.on_generation = engine, on_generation
-        self.reward_funcs: list[Any] = list(map(checked, self.reward_funcs, self.reward_func_names))
+        named = zip(self.reward_funcs, self.reward_func_names, strict=True)
+        self.reward_funcs: list[Any] = [checked(function, name, reward_timeout) for function, name in named]
         self._generation: Generation | None = None
         self._empty: list[bool] = []  # completions of the generation at hand that hold no token
         self._ended: list[bool] = []  # and those that came to an end of their own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,21 @@ def test_missing_and_equal_rewards(folder: Path, tmp_path: Path) -> None:
     expected = [(r - 2 / 3) / (std + 1e-4) if r is not None else 0.0 for r in values[:4]]
     assert seen[0][:4].tolist() == pytest.approx(expected, abs=1e-5)
     assert seen[0][4:].abs().max() < 1e-3
+
+
+def test_the_time_limit_of_a_reward_function(folder: Path, tmp_path: Path) -> None:
+    def stuck(prompts: Any, completions: Any, **kwargs: Any) -> list[float]:
+        time.sleep(5)
+        return digits(prompts, completions)
+
+    trainer = make(
+        AblationTrainer, folder, tmp_path, loss_variant="reference", engine=Scripted(), reward_funcs=[digits, stuck],
+        reward_timeout=0.2, config={"max_steps": 1},
+    )  # fmt: skip
+    trainer.train()
+    assert history(trainer, "rewards/stuck/timed_out") == [1.0]
+    assert history(trainer, "rewards/digits/timed_out") == [0.0]
+    assert history(trainer, "reward") == history(trainer, "rewards/digits/mean")
 
 
 @pytest.mark.parametrize(
