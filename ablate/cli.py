@@ -14,8 +14,6 @@ from ablate import config as configs
 from ablate import help as help_texts
 from ablate.errors import ConfigError, RunFileError
 
-EPILOG_KEYS = "Keys (a bare name is enough where it is unique):"
-
 
 def _rows(lines: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
     return [(f"{key}={default}" if default else key, text) for key, default, text in lines]
