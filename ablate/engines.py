@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ablate import resolve
+from ablate import keys, resolve
 from ablate.errors import ConfigError
 from ablate.rollout import Engine
 
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ablate.config import Config
     from ablate.rollout.vllm_live import Live, Spec
 
-# GRPOConfig fields that say how completions are drawn, under GenerationConfig's names
-SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 LONGEST_LOOKED_AT = 512  # prompts, the longest by characters, that are tokenised to find the longest
 FULL_STATE_BYTES = 12  # a trained parameter with its two moments, in float32
 
@@ -143,7 +141,7 @@ def get(config: Config, trainer: Any, live: Live | None = None) -> Engine:
     live: what `start` gave for this cell.
     """
     args = trainer.args
-    sampling = {name: getattr(args, name) for name in SAMPLING_FIELDS}
+    sampling = {name: getattr(args, name) for name in keys.SAMPLING}
     sampling |= config.sampling
     if resolve.rollout(config.rollout, trainer.model.device.type).name == "vllm":
         from ablate.rollout.vllm import VllmEngine
