@@ -96,7 +96,7 @@ class Config:
 
     experiment: str = _key(DEFAULT_PRESET, "preset: a name in experiments/ or the path of a YAML file")
     variants: list[str] = _key(["all"], "all (the preset's set), family (everything registered), or names: a,b")
-    variants_all: list[str] = _key(list(keys.FOUNDING), "what variants=all means; set by presets")
+    variants_all: list[str] = _key(list(schema.FOUNDING), "what variants=all means; set by presets")
     seeds: list[int] = _key([0, 1, 2], "a count (3 = seeds 0, 1, 2) or a list (0,1,7; one seed: 7,)")
     grid: dict[str, Any] = _key({}, "grid.KEY=a,b adds an axis over KEY; grid=none drops the preset's axes")
     points: dict[str, Any] = _key({}, "a preset's named points; points=a,b selects among them, points=none drops them")

@@ -17,11 +17,10 @@ from omegaconf import OmegaConf
 
 from ablate import aliases
 from ablate.errors import ConfigError, nearest
-from ablate.schema import FOUNDING as FOUNDING
 from ablate.schema import is_execution
 
 OPEN_GROUPS = ("trl", "peft", "sampling", "vllm", "wandb", "task_options", "loss.params")
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # under these names in every engine
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # so called in GRPOConfig and every engine
 MOST_CELLS = 1_000  # of one variant: more is a slip of the pen, and planning them would take minutes
 AXES = ("grid", "points")  # these hold keys of the schema themselves
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")

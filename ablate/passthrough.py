@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from ablate import construct, keys, resolve, tracking
+from ablate import construct, keys, resolve, schema, tracking
 from ablate.errors import ConfigError, nearest, unknown
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _check_variants(config: Config) -> None:
         if key.startswith("loss.params.")
     }
     given = {name: [value] for name, value in config.loss.params.items()} | axes
-    if not given and set(names) <= set(keys.FOUNDING):
+    if not given and set(names) <= set(schema.FOUNDING):
         return  # the registry need not be loaded for names that are always there
     import losses
 

@@ -29,7 +29,7 @@ def preset(folder: Path, text: str) -> str:
 def test_default_preset_is_the_cpu_experiment() -> None:
     c = load()
     assert (c.experiment, c.model, c.task, c.seeds) == ("default", "tiny", "arithmetic", [0, 1, 2])
-    assert c.variants == ["all"] and tuple(c.variants_all) == keys.FOUNDING
+    assert c.variants == ["all"] and tuple(c.variants_all) == schema.FOUNDING
     assert c.grid == {"loss.beta": [0.04, 1.0]}
     assert (c.train.prompts_per_step, c.train.num_generations) == (16, 8)
 
@@ -37,7 +37,7 @@ def test_default_preset_is_the_cpu_experiment() -> None:
 def test_founding_names_are_those_of_the_registry() -> None:
     import losses
 
-    assert losses.founding == keys.FOUNDING
+    assert losses.founding == schema.FOUNDING
 
 
 @pytest.mark.parametrize(
