@@ -1,4 +1,4 @@
-"""Triton's interpreter runs the kernels untraced: coverage leaves their lines out, and tracing them doubles the time."""
+"""The interpreter runs the kernels untraced: coverage leaves their lines out, and tracing them doubles the time."""
 
 from __future__ import annotations
 
