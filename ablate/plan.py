@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ablate import config as configs
-from ablate import keys, points
+from ablate import keys, schema
 from ablate.config import Config
 from ablate.errors import ConfigError
 
@@ -64,12 +64,13 @@ def cells(config: Config) -> list[Cell]:
 
     Raises ConfigError where two cells would have the same name.
     """
-    schema = keys.Schema(Config)
+    tree = keys.Schema(Config)
     axes = list(config.grid)
-    shorts = [schema.short(key) for key in axes]
+    shorts = [tree.short(key) for key in axes]
     bare = dataclasses.replace(config, seeds=config.seeds[:1])  # copied for every cell
     at_points = configs.at_points(bare)
-    orders: dict[str, list[Scalar]] = {points.AXIS: [name for name in at_points if name]} if any(at_points) else {}
+    named = [name for name in at_points if name]
+    orders: dict[str, list[Scalar]] = {schema.POINT_AXIS: [*named]} if named else {}
     orders |= {short: list(config.grid[key]) for short, key in zip(shorts, axes, strict=True)}
     takes = {name: _own_parameters(shared) for name, shared in at_points.items()}
     planned: list[Cell] = []
@@ -78,7 +79,7 @@ def cells(config: Config) -> list[Cell]:
     ):
         shared = configs.set_values(at_points[name], dict(zip(axes, values, strict=True)))
         configs.validate(shared)
-        short = {points.AXIS: name} if name else {}
+        short = {schema.POINT_AXIS: name} if name else {}
         short |= dict(zip(shorts, values, strict=True))
         for variant in select_variants(config):
             own = configs.set_values(shared, {"variants": [variant], "seeds": [seed], "grid": {}})

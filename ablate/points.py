@@ -15,7 +15,6 @@ from ablate import keys
 from ablate.errors import ConfigError, unknown
 from ablate.schema import is_execution
 
-AXIS = "point"  # what the axis is called in cells and tables
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")  # it becomes part of a folder's name
 
 Points = dict[str, dict[str, keys.Setting]]  # name -> schema key -> setting

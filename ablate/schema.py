@@ -38,6 +38,8 @@ FOUNDING = ("reference", "no_detach", "full_reverse_kl", "forward_kl")
 
 EVAL_PREFIX = "eval/"
 
+POINT_AXIS = "point"  # in config.json["cell"]["point"]: the axis of named points, each of which sets several keys
+
 # metrics.jsonl. TRL's names where TRL has one; rewards/<function>/mean and /std come on top for each reward function.
 STEP = "step"  # optimizer step, counted from 1
 METRICS = (

@@ -19,7 +19,6 @@ from typing import Any
 from ablate import schema
 from analysis.files import PACKED, Problem, RunFileError, read_json, read_jsonl
 
-POINT = "point"  # the axis of named points, whose values need no name beside them
 FILES = (
     schema.CONFIG_FILE,
     schema.ENV_FILE,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ablate import schema
-from analysis.cells import POINT, Cell
+from analysis.cells import Cell
 from analysis.files import Problem
 
 # what may differ between the cells of one experiment without making them incomparable
@@ -98,7 +98,7 @@ def _axes(cells: Sequence[Cell]) -> set[str]:
 
 def _by_point(cells: Sequence[Cell], values: dict[str, list[str]]) -> bool:
     """Whether a named point, which stands for several settings at once, decides which of `values` a cell has."""
-    names = {c.name: c.point[POINT] for c in cells if POINT in c.point}
+    names = {c.name: c.point[schema.POINT_AXIS] for c in cells if schema.POINT_AXIS in c.point}
     having = [{names.get(cell) for cell in group} for group in values.values()]
     known = set().union(*having)
     return None not in known and len(known) == sum(map(len, having))

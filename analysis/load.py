@@ -16,7 +16,7 @@ import pandas as pd
 
 from ablate import schema
 from analysis import checks
-from analysis.cells import FILES, POINT, Cell, read_cell
+from analysis.cells import FILES, Cell, read_cell
 from analysis.files import Problem, RunFileError
 
 CELL_COLUMNS = ["cell", "variant", "seed", "point", "state", "steps", "seconds", "began", "ended", "git_sha",
@@ -108,7 +108,7 @@ def point_label(point: dict[str, Any]) -> str:
 
 def place(point: dict[str, Any]) -> str:
     """A grid point in words: "beta 0.04", several axes with commas, a named point by its name, "" without a grid."""
-    named = (value if axis == POINT else f"{axis} {value_label(value)}" for axis, value in point.items())
+    named = (value if axis == schema.POINT_AXIS else f"{axis} {value_label(value)}" for axis, value in point.items())
     return ", ".join(map(str, named))
 
 
