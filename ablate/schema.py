@@ -128,21 +128,27 @@ def is_execution(key: str) -> bool:
     return any(key == execution or key.startswith(execution + ".") for execution in EXECUTION_KEYS)
 
 
-def deciding(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} -> {"a.b": 1}; lists stay whole."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def deciding(values: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a config dict, flat ("train.steps"), that decide a cell's numbers: all but EXECUTION_KEYS.
 
     LATER_KEYS at their earlier value are left out, as they are of a config from before.
     """
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if key in EXECUTION_KEYS:
-            continue
-        if isinstance(value, Mapping):
-            flat.update(deciding(value, f"{key}."))
-        elif key not in LATER_KEYS or value != LATER_KEYS[key]:
-            flat[key] = value
-    return flat
+    return {
+        key: value
+        for key, value in flatten(values).items()
+        if not is_execution(key) and (key not in LATER_KEYS or value != LATER_KEYS[key])
+    }
 
 
 def config_hash(values: Mapping[str, Any], variant: str, seed: int) -> str:

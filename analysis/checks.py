@@ -10,8 +10,6 @@ from ablate import schema
 from analysis.cells import Cell
 from analysis.files import Problem
 
-# what may differ between the cells of one experiment without making them incomparable
-_FREE = {"variant", "variants", "variants_all", "seed", "seeds", "grid", "out", "jobs", "threads", "retries", "wandb"}
 _SAME = ("python", "packages", "device", "threads")  # of env.json: what makes numbers differ
 _RESOLVED = ("device", "loss_backend", "rollout")  # what `auto` came to
 
@@ -76,14 +74,13 @@ def provenance(cells: Sequence[Cell]) -> list[Problem]:
 
 
 def settings(cells: Sequence[Cell]) -> list[Problem]:
-    """Settings other than variant, seed and the grid's axes that differ between cells."""
+    """Settings that decide numbers and differ between cells, those of the grid's axes left out."""
     known = [c for c in cells if c.variant is not None and c.config]
     axes = _axes(known)
-    flat = {c.name: flatten(c.config) for c in known}
+    flat = {c.name: schema.flatten(c.config) for c in known}
     problems = []
     for key in dict.fromkeys(k for settings in flat.values() for k in settings):
-        parts = key.split(".")
-        if parts[0] in _FREE or parts[-1] in axes:
+        if schema.is_execution(key) or key.rsplit(".", 1)[-1] in axes:
             continue
         values = _by_value(known, lambda c, key=key: flat[c.name].get(key))  # type: ignore[misc]
         if len(values) > 1 and not _by_point(known, values):
@@ -112,20 +109,9 @@ def git_sha(environment: dict[str, Any]) -> str | None:
     return str(git) if git else None
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}; lists stay whole."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def _comparable(environment: dict[str, Any]) -> dict[str, Any]:
     """Versions, device and what `auto` came to, flat."""
-    flat = flatten(environment)
+    flat = schema.flatten(environment)
     kept = {key: value for key, value in flat.items() if key.split(".")[0] in _SAME}
     return kept | {key: flat[key] for name in _RESOLVED if (key := f"resolved.{name}") in flat}
 

@@ -14,7 +14,6 @@ import jinja2
 
 from ablate import schema
 from analysis import costs, plots, replay, stats, tables, words
-from analysis.checks import flatten
 from analysis.files import Problem, write_atomic
 from analysis.formats import Table, escape_markdown
 from analysis.load import Runs, load, place
@@ -197,7 +196,7 @@ def settings(trees: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     """Flat (key, value) pairs of the config or env.json of all cells; several values are listed with " | "."""
     values: dict[str, dict[str, None]] = {}
     for tree in trees.values():
-        for key, value in flatten(tree).items():
+        for key, value in schema.flatten(tree).items():
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
             values.setdefault(key, {})[text] = None
     return [(key, _listed(list(texts))) for key, texts in values.items() if texts]
