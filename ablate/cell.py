@@ -20,7 +20,6 @@ from trl import GRPOConfig
 from ablate import engines, models, provenance, records, resolve, schema, tasks, tracking
 from ablate.config import Config
 from ablate.generation import Generation
-from ablate.models.weights import weights_sha256
 from ablate.plan import Cell
 from ablate.rollout import derive_seed
 from ablate.rundir import CellDir
@@ -229,8 +228,6 @@ class _Run:
     def _pairing(self) -> dict[str, str]:
         """Hashes of what must be equal for every variant of one seed and grid point (schema.PAIRING)."""
         trainer, args = self.trainer, self.trainer.args
-        trained = {n: p.detach().cpu() for n, p in trainer.model.named_parameters() if p.requires_grad}
-        weights = hashlib.sha256((self.loaded.sha256 + weights_sha256(trained)).encode()).hexdigest()
         generations = range(0, args.max_steps, trainer.num_iterations)
         rows = len(generations) * args.generation_batch_size * trainer.num_iterations * args.steps_per_generation
         sampler, order = trainer._get_train_sampler(self.dataset), []
@@ -240,7 +237,7 @@ class _Run:
         prompts = json.dumps(self.dataset["prompt"][:], ensure_ascii=False, sort_keys=True)
         seeds = [derive_seed(args.seed, "rollout", step, 0) for step in generations]
         return {
-            "initial_weights_sha256": weights,
+            "initial_weights_sha256": self.loaded.initial_weights_sha256(trainer.model),
             "data_sha256": self.task.fingerprint(),
             "prompt_order_sha256": hashlib.sha256((prompts + json.dumps(order[:rows])).encode()).hexdigest(),
             "sampling_seeds_sha256": hashlib.sha256(json.dumps(seeds).encode()).hexdigest(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from ablate import lm_head, models, schema
 from ablate.errors import ConfigError, RunFileError, nearest
-from ablate.models.weights import PICKLES, weight_files, weights_sha256
+from ablate.models.weights import PICKLES, weight_files
 from ablate.rundir import CellDir
 
 ADAPTER = "adapter_model.safetensors"
@@ -233,15 +232,12 @@ def _initial_adapter(cell: Stored, base: Any, start: models.LoadedModel) -> Any:
     with torch.random.fork_rng(devices=devices):
         set_seed(cell.seed)
         model: Any = get_peft_model(base, lora_config(SimpleNamespace(peft=cell.config["peft"])))  # type: ignore[arg-type]
-    trained = {n: p.detach().cpu() for n, p in model.named_parameters() if p.requires_grad}
     if start.load_in_4bit:  # as TRL rounds it
         for name, parameter in model.named_parameters():
-            if name in trained and "lora_magnitude_vector" not in name:
+            if parameter.requires_grad and "lora_magnitude_vector" not in name:
                 parameter.data = parameter.data.bfloat16().float()
-                trained[name] = parameter.detach().cpu()
-    found = hashlib.sha256((start.sha256 + weights_sha256(trained)).encode()).hexdigest()
     known = (cell.directory.read_env() or {}).get("pairing", {}).get("initial_weights_sha256")
-    if found != known:
+    if start.initial_weights_sha256(model) != known:
         raise ConfigError(
             f"step={START}: the initial adapter of {cell.name} cannot be drawn again here (other versions of torch or "
             "peft, or another model); run the cell with train.adapter_every=1, which stores it"

