@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ablate import keys
+
 PACKAGES = (
     "torch",
     "triton",
@@ -162,11 +164,5 @@ def device() -> dict[str, Any] | None:
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Lines 'what: old -> new' for what makes a resumed cell another run: its numbers could not be those of one run."""
-
-    def look(env: dict[str, Any], key: str) -> Any:
-        for part in key.split("."):
-            env = env.get(part) if isinstance(env, dict) else None  # type: ignore[assignment]
-        return env
-
-    pairs = [(key, look(before, key), look(after, key)) for key in SAME_NUMBERS]
+    pairs = [(key, keys.select(before, key), keys.select(after, key)) for key in SAME_NUMBERS]
     return [f"{key}: {old} -> {new}" for key, old, new in pairs if old is not None and new is not None and old != new]
