@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import sys
@@ -168,7 +169,10 @@ def free_pool() -> None:
     module = sys.modules[_CUMEM]
     gc.collect()
     torch.cuda.synchronize()
-    _KEPT.update((id(pool), pool) for pool in allocator.allocator_and_pools.values())
+    for pool in allocator.allocator_and_pools.values():
+        if id(pool) not in _KEPT:
+            _KEPT[id(pool)] = pool
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))  # beyond the interpreter's end
     for pool in _KEPT.values():
         for block in pool[0].snapshot():
             if block["allocated_size"] == 0 and block["address"] in allocator.pointer_to_data:
