@@ -65,9 +65,6 @@ def run_cell(cell: Cell, directory: CellDir, on_step: OnStep) -> dict[str, Any]:
             reward_timeout=config.rewards.timeout,
             exact_kl_every=config.train.exact_kl_every,
         )
-        if load_in_4bit:  # TRL has rounded the adapter to bfloat16, in which Adam's small steps are lost
-            for parameter in (p for p in trainer.model.parameters() if p.requires_grad):
-                parameter.data = parameter.data.float()
         trainer.engine = engines.get(config, trainer, live)
         with tracking.tracked(cell, directory, trainer) as tracked:
             summary = _Run(cell, directory, on_step, trainer, task, loaded, dataset).run()

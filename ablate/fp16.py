@@ -5,28 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from peft import PeftModel
 from transformers import TrainerCallback
 
 
 def prepare(trainer: Any) -> None:
     """Makes a trainer with fp16=True ready, before its optimizer is made.
 
-    GradScaler refuses float16 gradients and has no kernel for bfloat16 ones: what an adapter trains becomes float32
-    (PEFT copies `modules_to_save` in the base's type, TRL puts an adapter on a 4-bit base in bfloat16). On a CPU
-    accelerate leaves autocast and scaling out without a word; here they are the same as on a GPU.
+    GradScaler refuses float16 gradients and has no kernel for bfloat16 ones. On a CPU accelerate leaves autocast and
+    scaling out without a word; here they are the same as on a GPU.
 
     Raises ValueError where the weights of the model itself are trained in half precision.
     """
     accelerator, model = trainer.accelerator, trainer.accelerator.unwrap_model(trainer.model)
     half = [p for p in model.parameters() if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)]
-    if half and not isinstance(model, PeftModel):
+    if half:
         raise ValueError(
             f"fp16=True with trained weights in {half[0].dtype}: GradScaler wants float32 weights. Load the "
             "model in float32 (dtype=torch.float32), autocast does the rest, or train an adapter (peft_config)"
         )
-    for parameter in half:
-        parameter.data = parameter.data.float()
     if accelerator.device.type == "cpu" and accelerator.scaler is None:
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu")
 

@@ -43,9 +43,11 @@ class ScoringTrainer(GRPOTrainer):
         given = inspect.signature(GRPOTrainer.__init__).bind_partial(self, *args, **kwargs).arguments
         _check_reference(given["model"], given.get("args"), given.get("peft_config"), exact_kl_every)
         super().__init__(*args, **kwargs)
+        model = self.accelerator.unwrap_model(self.model)
+        if isinstance(model, PeftModel):
+            _widen(model)
         if self.args.fp16:
             fp16.prepare(self)
-        model = self.accelerator.unwrap_model(self.model)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         lm_head.attach(base)
         if self.ref_model is not None:
@@ -178,6 +180,16 @@ class ScoringTrainer(GRPOTrainer):
             )
             metrics[f"kl_exact/{direction}"] = losses.Metric(kl.sum(), mask.sum())
         return metrics
+
+
+def _widen(model: PeftModel) -> None:
+    """What an adapter trains becomes float32: Adam's small steps are lost in half precision.
+
+    TRL puts an adapter on a 4-bit base in bfloat16, and PEFT copies `modules_to_save` in the base's type.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()
 
 
 def _check_reference(model: Any, args: Any, peft_config: Any, exact_kl_every: int) -> None:
