@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from ablate import schema
+from analysis import stats
 from analysis.checks import git_sha
 from analysis.formats import MISSING, Table, number
 from analysis.load import Runs
@@ -34,15 +35,14 @@ def parts(runs: Runs) -> dict[str, str]:
 
 
 def medians(runs: Runs, columns: Iterable[str]) -> pd.DataFrame:
-    """Median of metrics over the steps of all finished seeds, the first step of each left out; by (variant, point)."""
-    done = runs.metrics[runs.metrics["cell"].isin(runs.done["cell"])]
+    """Median of metrics over the `stats.rounds` of all finished seeds; by (variant, point)."""
+    columns = list(columns)
     rows = {}
     for point, variant in grid(runs):
-        part = done[(done["point"] == point) & (done["variant"] == variant)]
-        later = part[part[schema.STEP] > part.groupby("cell")[schema.STEP].transform("min")] if len(part) else part
-        part = later if len(later) else part
-        rows[variant, point] = {c: float(part[c].median()) if c in part and len(part) else math.nan for c in columns}
-    return pd.DataFrame.from_dict(rows, orient="index", columns=list(columns))
+        done = runs.done[(runs.done["point"] == point) & (runs.done["variant"] == variant)]
+        part = [stats.rounds(runs, cell, columns) for cell in done["cell"]]
+        rows[variant, point] = pd.concat(part).median() if part else pd.Series(math.nan, index=columns)
+    return pd.DataFrame.from_dict(rows, orient="index", columns=columns)
 
 
 def timing_table(runs: Runs) -> Table:
@@ -69,7 +69,8 @@ def timing_table(runs: Runs) -> Table:
         records.append({"variant": variant, **runs.points[point], **values, "run_seconds": whole})
     headers = ("variant", *runs.axes, "step", *timed.values(), *(title for title, _ in more.values()), "s/run")
     notes = [
-        "seconds of a step and of its parts: medians over steps and seeds without each run's first step; cells that "
+        "seconds of a step and of its parts: medians over steps and seeds without each run's first step (of the "
+        "num_iterations steps on a batch of rollouts the mean, without the first batch's); cells that "
         "ran side by side share the machine; s/run: mean over seeds, with loading and evaluations",
     ]
     if "time/logps" in timed:

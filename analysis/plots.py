@@ -80,7 +80,9 @@ def kl(runs: Runs) -> Plot:
     """KL of the policy to its start in nats per token: the k3 estimate, and the exact one where it is known."""
     names = {"kl": "KL to the start (k3 estimate, nats per token)", **_EXACT}
     columns = {c: label for c, label in names.items() if c == "kl" or c in runs.metrics}
-    return _panels(runs, runs.metrics, columns, share=True)
+    known = runs.metrics[[c for c in columns if c in runs.metrics]].stack()
+    usual = float(known.quantile(0.9)) if len(known) else 0.0
+    return _panels(runs, runs.metrics, columns, share=True, linear=usual if 0 < usual < known.max() / 20 else None)
 
 
 @_styled
@@ -192,8 +194,10 @@ def encode(figure: Figure, kind: str, dpi: float | None = None) -> bytes:
     return buffer.getvalue()
 
 
-def save(figure: Figure, stem: Path, kinds: tuple[str, ...] = ("png", "svg")) -> list[Path]:
-    """Write stem.png and stem.svg, each in one move. Raises ValueError where the folder cannot be written."""
+def save(figure: Figure, stem: Path, kinds: tuple[str, ...] = ("svg", "png")) -> list[Path]:
+    """Write stem.svg and stem.png, each in one move: SVG first, since a drawn layout shifts by an ulp when drawn again.
+
+    Raises ValueError where the folder cannot be written."""
     return [write_atomic(stem.with_name(f"{stem.name}.{kind}"), encode(figure, kind)) for kind in kinds]
 
 
@@ -238,10 +242,12 @@ def _panels(
     share: bool = False,
     log: bool = False,
     zeros: bool = False,
+    linear: float | None = None,
 ) -> Plot:
     """A grid of panels: a row per column of `frame` (key; its label is the value), a column per panel of the layout.
 
     share: one y scale for all rows. log: a logarithmic one. zeros: name the lines that are 0 throughout.
+    linear: linear from 0 to this value and logarithmic above, so that a run that explodes leaves the others legible.
     """
     layout = _Layout.of(runs)
     sides = list(layout.titles)
@@ -276,6 +282,9 @@ def _panels(
             _note(panel, f"0 at every step: {', '.join(still)}", 0.12)
         if log:
             panel.set_yscale("log")
+        if linear is not None:
+            panel.set_yscale("symlog", linthresh=linear, linscale=2)
+            panel.set_ylim(0, 1.2 * frame[[c for c in columns if c in frame]].max().max())
         panel.margins(x=0.02)
         panel.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         if (first := 0 if share else index - index % rows) != index:

@@ -160,7 +160,7 @@ def summarise(runs: Runs) -> pd.DataFrame:
 
     Columns: cell, variant, seed, point, state, steps, then SUMMARY: start, final, gain, TAILS (means over the last
     tenth of the steps; of what is logged every few steps the last value where none is there), weight_distance (last
-    step), tokens_per_second and step_time (medians without the first step, which pays for warming up),
+    step), tokens_per_second and step_time (medians over `rounds`),
     peak_memory_bytes (maximum), SKIPPED and seconds (of all steps). NaN where a value is missing or not finite.
     """
     rows = []
@@ -179,8 +179,7 @@ def summarise(runs: Runs) -> pd.DataFrame:
         for name in TAILS:
             row[name] = _tail_mean(training, name)
         row["weight_distance"] = _last(training, "weight_distance")
-        for name in ("tokens_per_second", "step_time"):
-            row[name] = _median_after_first(training, name)
+        row |= rounds(runs, cell.cell, ("tokens_per_second", "step_time")).median().to_dict()
         known = training is not None and "peak_memory_bytes" in training
         row["peak_memory_bytes"] = float(training["peak_memory_bytes"].max()) if known else math.nan  # type: ignore[index]
         skipped = training is not None and SKIPPED in training
@@ -348,9 +347,18 @@ def _last(frame: pd.DataFrame | None, column: str) -> float:
     return math.nan if frame is None or column not in frame else float(frame[column].iloc[-1])
 
 
-def _median_after_first(frame: pd.DataFrame | None, column: str) -> float:
-    if frame is None or column not in frame:
-        return math.nan
-    values = frame[column].to_numpy()
-    values = values[1:] if len(values) > 1 else values
-    return float(np.nanmedian(values)) if not np.isnan(values).all() else math.nan
+def rounds(runs: Runs, cell: str, columns: Sequence[str]) -> pd.DataFrame:
+    """What a step of a cell cost, one row per batch of rollouts, without the first, which pays for warming up.
+
+    A row is the mean over the num_iterations steps that the batch served, only one of which drew it; of memory the
+    maximum. `columns` are those of metrics.jsonl; NaN where a run lacks one. No row where it has no steps.
+    """
+    steps = runs.metrics[runs.metrics["cell"] == cell]
+    frame = steps.reindex(columns=list(columns)).astype(float)
+    reuse = (runs.configs.get(cell, {}).get("train") or {}).get("num_iterations") or 1
+    if reuse > 1:
+        batch = (steps[schema.STEP] - 1) // int(reuse)
+        if "tokens_per_second" in frame and "step_time" in steps:
+            frame["tokens_per_second"] *= steps["step_time"] / steps["step_time"].groupby(batch).transform("mean")
+        frame = frame.groupby(batch).agg({name: "max" if "memory" in name else "mean" for name in columns})
+    return frame.iloc[1:] if len(frame) > 1 else frame

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ablate import schema
-from analysis import costs, tables
+from analysis import costs, stats, tables
 from analysis.embed import block
 from analysis.load import load
 from tests.analysis import make_fixture
@@ -38,6 +38,20 @@ def test_a_row_is_the_median_without_the_first_step(demo: Path) -> None:
     later = part[part["step"] > 1]
     assert row["step_time"] == later["step_time"].median() < part["step_time"].mean()
     assert row["time/reference"] == later["time/reference"].median()
+
+
+def test_steps_on_one_batch_of_rollouts_count_together(demo: Path) -> None:
+    runs = load(demo)
+    cell = runs.done["cell"].iloc[0]
+    runs.configs[cell] = {**runs.configs[cell], "train": {"num_iterations": 2}}
+    mine = runs.metrics["cell"] == cell
+    drew = mine & (runs.metrics["step"] % 2 == 1)  # every second step draws rollouts, which take a second
+    runs.metrics.loc[mine, ["time/rollout", "step_time", "tokens_per_second", "peak_memory_bytes"]] = 0.0, 1.0, 600.0, 1
+    runs.metrics.loc[drew, ["time/rollout", "step_time", "tokens_per_second", "peak_memory_bytes"]] = 1.0, 2.0, 300.0, 9
+    columns = ["time/rollout", "step_time", "tokens_per_second", "peak_memory_bytes"]
+    rounds = stats.rounds(runs, cell, columns)
+    assert len(rounds) == (mine.sum() + 1) // 2 - 1
+    assert rounds.iloc[0].tolist() == pytest.approx([0.5, 1.5, 400.0, 9.0])  # 1,200 tokens in three seconds
 
 
 def test_minutes_count_what_ran_side_by_side_once(points: Path, tmp_path: Path) -> None:

@@ -144,6 +144,16 @@ def test_exact_kl_beside_the_estimate(demo: Path, partial: Path) -> None:
     assert len(panels(plots.kl(load(partial)))) == 1  # not logged there
 
 
+def test_a_run_that_explodes_leaves_the_other_kls_legible(demo: Path) -> None:
+    runs = load(demo)
+    assert {panel.get_yscale() for panel in panels(plots.kl(runs))} == {"linear"}
+    runs.metrics.loc[runs.metrics.index[-1], "kl"] = 1000.0
+    for panel in panels(plots.kl(runs)):
+        low, high = panel.get_ylim()
+        usual = panel.transAxes.inverted().transform(panel.transData.transform((0, runs.metrics["kl"].quantile(0.9))))
+        assert low == 0 and high > 1000 and usual[1] > 0.2
+
+
 def test_points_share_a_panel(points: Path) -> None:
     runs = load(points)
     figure = plots.learning_curves(runs)
