@@ -181,6 +181,10 @@ def find_preset(name: str) -> Path:
         path = Path(name).expanduser()
         if not path.is_file():
             raise ConfigError(f"experiment={name}: there is no such file")
+        if path.stem.startswith(".") or not path.stem.isprintable():  # a folder below out= is called so
+            raise ConfigError(
+                f"experiment={name}: runs are kept under the file's name: give it one without a first dot"
+            )
         return path
     for folder in preset_folders():
         if (folder / f"{name}.yaml").is_file():

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import math
 import os
 import tempfile
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from ablate.errors import RunFileError
+from ablate.schema import PACKED
 
 
 def write_atomic(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -88,12 +91,17 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file; a last line that was cut short is left out.
+    """The objects of a JSON-lines file, or of its packed form; a last line that was cut short is left out.
 
     Raises RunFileError naming the line where another one is damaged.
     """
-    rows, _ = scan(path)
-    return rows
+    packed = path.with_name(path.name + PACKED)
+    if path.exists() or not packed.exists():
+        return scan(path)[0]
+    try:
+        return _rows(path, gzip.decompress(packed.read_bytes()))[0]
+    except (OSError, EOFError, zlib.error) as error:
+        raise RunFileError(f"{packed}: not readable ({error}); {way_out(packed)}") from error
 
 
 def scan(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -104,6 +112,10 @@ def scan(path: Path) -> tuple[list[dict[str, Any]], int]:
         return [], 0
     except IsADirectoryError as error:
         raise RunFileError(f"{path}: is a folder; {way_out(path)}") from error
+    return _rows(path, data)
+
+
+def _rows(path: Path, data: bytes) -> tuple[list[dict[str, Any]], int]:
     rows: list[dict[str, Any]] = []
     position = 0
     for number, line in enumerate(data.splitlines(keepends=True), start=1):

@@ -85,7 +85,7 @@ def cells(config: Config) -> list[Cell]:
             own = configs.set_values(shared, {"variants": [variant], "seeds": [seed], "grid": {}})
             own.loss.params = {k: v for k, v in own.loss.params.items() if variant in takes[name].get(k, (variant,))}
             planned.append(Cell(cell_name(variant, seed, short), variant, seed, short, own, orders))
-    names = [cell.name for cell in planned]
+    names = [cell.name.casefold() for cell in planned]  # as file systems compare them that know no case
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(

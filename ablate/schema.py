@@ -98,6 +98,8 @@ ROLLOUT_COLUMNS = (
     "completion",
 )
 
+PACKED = ".gz"  # a packed run has this behind a file's name in its place
+
 # env.json["pairing"] and done.json["pairing"]: equal for every variant of one seed and grid point
 PAIRING = ("initial_weights_sha256", "data_sha256", "prompt_order_sha256", "sampling_seeds_sha256")
 

@@ -19,6 +19,7 @@ from typing import Any
 from ablate import schema
 from analysis.files import PACKED, Problem, RunFileError, read_json, read_jsonl
 
+SECTIONS = ("packages", "device", "cpu", "resolved", "model")  # of env.json
 FILES = (
     schema.CONFIG_FILE,
     schema.ENV_FILE,
@@ -118,6 +119,12 @@ def read_cell(folder: Path, root: Path, problems: list[Problem], strict: bool) -
             note(RunFileError(folder / name, None, f"'pairing' should hold hashes, found {pairing!r}"))
             continue
         cell.pairing |= {key: value for key, value in pairing.items() if isinstance(value, str)}
+    if not isinstance(cell.done.get("eval") or {}, dict):
+        note(RunFileError(folder / schema.DONE_FILE, None, f"'eval' should hold scores, found {cell.done['eval']!r}"))
+    for key in SECTIONS:
+        if not isinstance(cell.environment.get(key) or {}, dict):
+            found = cell.environment.pop(key)
+            note(RunFileError(folder / schema.ENV_FILE, None, f"{key!r} should be an object, found {found!r}"))
     if not damaged and cell.done:
         for contradiction in _contradictions(cell):
             note(contradiction)

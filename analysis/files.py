@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import os
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-PACKED = ".gz"  # a file that is missing may lie beside its place, compressed
+from ablate.schema import PACKED
+
+MOST_BYTES = 2**30  # that a packed file is unpacked to
 
 
 class RunFileError(ValueError):
@@ -44,7 +47,9 @@ class Problem:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises RunFileError naming file and line where it is cut short or unreadable."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = _parse(_whole(path))
+    except RunFileError:
+        raise
     except json.JSONDecodeError as error:
         reason = "the file is cut short" if _ends_early(error) else "not valid JSON"
         raise RunFileError(path, error.lineno, f"{reason} ({error.msg}, column {error.colno})") from error
@@ -57,6 +62,27 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RunFileError(path, 1, f"expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def _whole(path: Path) -> bytes:
+    """Content of a regular file, or of what a link to one leads to: a pipe or a device would never end."""
+    if path.exists() and not path.is_file():
+        raise RunFileError(path, None, "not a regular file")
+    return path.read_bytes()
+
+
+def _parse(text: bytes) -> Any:
+    """JSON in UTF-8. Raises ValueError also for what no table or page can show: half a character, endless integers."""
+    value = json.loads(text.decode("utf-8"), parse_int=_integer)
+    if b"\\ud" in text.lower():
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > 300:  # no float holds it
+        raise ValueError(f"a whole number of {len(text)} digits")
+    return int(text)
 
 
 def _ends_early(error: json.JSONDecodeError) -> bool:
@@ -72,9 +98,13 @@ def read_bytes(path: Path) -> bytes:
     """Content of a file, or of its compressed form where only that is there. Raises RunFileError where neither is."""
     try:
         if path.exists():
-            return path.read_bytes()
+            return _whole(path)
         path = path.with_name(path.name + PACKED)
-        return gzip.decompress(path.read_bytes())
+        with gzip.open(io.BytesIO(_whole(path))) as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise RunFileError(path, None, f"more than {MOST_BYTES >> 20} MiB when unpacked")
+        return data
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise RunFileError(path, None, f"not a whole gzip file ({error})") from error
     except OSError as error:
@@ -94,7 +124,7 @@ def read_jsonl(path: Path, step_key: str) -> tuple[list[dict[str, float]], bool]
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8"))
+            row = _parse(line)
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 return rows, True
@@ -106,6 +136,8 @@ def read_jsonl(path: Path, step_key: str) -> tuple[list[dict[str, float]], bool]
                 row[key] = math.nan
             elif isinstance(value, bool) or not isinstance(value, int | float):
                 raise RunFileError(path, number, f"{key!r} should be a number, found {value!r}")
+            elif abs(value) >= 2**63:  # no column of whole numbers holds it
+                row[key] = float(value)
         step = row.get(step_key)
         if step is None or not math.isfinite(step) or step < 0 or step != int(step):
             raise RunFileError(path, number, f"{step_key!r} should be a whole number from 0 up, found {step!r}")

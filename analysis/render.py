@@ -46,7 +46,8 @@ class Report:
         if self.problems:
             parts.append("\n".join(str(problem) for problem in self.problems))
         page = next((path for path in self.paths if path.suffix == ".html"), None)
-        return "\n\n".join([part.rstrip() for part in parts] + ([f"report: {page}"] if page else [])) + "\n"
+        text = "\n\n".join([part.rstrip() for part in parts] + ([f"report: {page}"] if page else [])) + "\n"
+        return "".join(sign if sign.isprintable() or sign == "\n" else "\ufffd" for sign in text)  # no escape codes
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ picture.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +55,12 @@ class Replay:
 
     @property
     def name(self) -> str:
-        """File name without ending."""
+        """File name without ending, whatever the file calls its cell."""
         policy = self.data["policy"]
-        return f"replay-{self.data['cell']}-step{self.data['step']}" + (
+        name = f"replay-{self.data['cell']}-step{self.data['step']}" + (
             f"-policy{policy['step']}" if policy["off_policy"] else ""
         )
+        return re.sub(r"[^A-Za-z0-9._+-]+", "_", name)[:200]
 
     @property
     def title(self) -> str:
@@ -92,9 +94,14 @@ def find(runs: Runs) -> tuple[list[Replay], list[Problem]]:
     for folder in folders:
         for path in sorted(folder.glob(f"{schema.REPLAY_DIR}/*/{schema.REPLAY_FILE}")):
             try:
-                found.append(read(path))
+                replay = read(path)
+                tables(replay), sentences(replay)  # a value of the wrong kind shows here
+                found.append(replay)
             except RunFileError as error:
                 problems.append(Problem("warning", error.reason, path.relative_to(runs.directory).as_posix()))
+            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+                why = f"no replay: {type(error).__name__}: {error}; run `python -m ablate replay` again"
+                problems.append(Problem("warning", why, path.relative_to(runs.directory).as_posix()))
     unique = {replay.name: replay for replay in reversed(found)}
     return [replay for replay in found if unique[replay.name] is replay], problems
 

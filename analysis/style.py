@@ -46,6 +46,7 @@ PARTS = {
 OTHER = "#8C8C8C"
 
 RC: dict[str, Any] = {
+    "text.parse_math": False,  # names are text, whatever signs they hold
     "font.family": "DejaVu Sans",  # comes with matplotlib, so a figure looks the same on every machine
     "font.size": 8,
     "axes.titlesize": 9,

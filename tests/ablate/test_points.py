@@ -136,3 +136,16 @@ def test_parameters_of_a_variant_in_a_point(tmp_path: Path) -> None:
     found = {(c.variant, c.point["point"]): c.config.loss.params for c in cells(f"experiment={preset}")}
     assert found.pop(("dr_grpo", "long")) == {"max_completion_length": 9}
     assert list(found.values()) == [{}, {}, {}]
+
+
+def test_points_that_differ_in_case_alone_would_share_a_folder(tmp_path: Path) -> None:
+    own = preset(tmp_path, "points: {a: {beta: 0.1}, A: {beta: 0.2}}")
+    with pytest.raises(ConfigError, match="two cells would be called"):
+        cells(own)
+
+
+@pytest.mark.parametrize("name", ["...yaml", "..hidden.yaml", "a\nb.yaml"])
+def test_a_presets_file_cannot_lead_out_of_the_runs_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("seeds: 1\n")
+    with pytest.raises(ConfigError, match="runs are kept under the file's name"):
+        load(f"experiment={tmp_path / name}")

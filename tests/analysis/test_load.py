@@ -187,7 +187,11 @@ def test_json_without_end_is_damage(copied: Path, text: str) -> None:
         (schema.CONFIG_FILE, lambda c: c["cell"].update(seed=10**30), "'cell.seed' should be a whole number"),
         (schema.CONFIG_FILE, lambda c: c["cell"].update(seed=-1), "'cell.seed' should be a whole number"),
         (schema.DONE_FILE, lambda c: c.update(seconds="long"), "'seconds' should be a number, found 'long'"),
+        (schema.DONE_FILE, lambda c: c.update(eval=[1]), r"'eval' should hold scores, found \[1\]"),
+        (schema.DONE_FILE, lambda c: c.update(seconds=10**400), "not valid JSON \\(a whole number of 401 digits"),
+        (schema.ENV_FILE, lambda c: c.update(command="\ud800"), "not valid JSON .*surrogates not allowed"),
         (schema.DONE_FILE, lambda c: c.update(pairing=[1]), r"'pairing' should hold hashes, found \[1\]"),
+        (schema.ENV_FILE, lambda c: c.update(packages=True), "'packages' should be an object, found True"),
         (schema.ENV_FILE, lambda c: c.update(pairing="x"), "'pairing' should hold hashes, found 'x'"),
     ],
 )

@@ -1,13 +1,17 @@
 """Packed runs: small, and the same report."""
 
 import gzip
+import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 
 from ablate import schema
-from analysis import load, tables
+from ablate.errors import RunFileError
+from ablate.rundir import CellDir
+from analysis import files, load, tables
 from analysis.files import PACKED
 from analysis.pack import pack
 
@@ -59,6 +63,45 @@ def test_what_cannot_be_packed_is_said(packed: Path, tmp_path: Path) -> None:
         pack(packed, packed / ".." / packed.name)
 
 
+def test_nothing_is_packed_over_another_run(packed: Path, tmp_path: Path) -> None:
+    """Of another config under the same name, one that is not packed, damaged ones, and a folder among the runs."""
+    other, target, runs = tmp_path / "other", tmp_path / "target", tmp_path / "runs"
+    for folder in (target, other):
+        shutil.copytree(packed, folder)
+    shutil.copytree(FIXTURE, runs)
+    path = other / "reference-seed0-beta1" / schema.CONFIG_FILE
+    stored = json.loads(path.read_text())
+    stored["config"]["train"]["learning_rate"] = 1.0
+    stored["hash"] = schema.config_hash(stored["config"], "reference", 0)
+    path.write_text(json.dumps(stored))
+    before = {path: path.read_bytes() for path in target.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"nothing was packed, reference-seed0-beta1 cannot be used.*done\.json"):
+        pack(other, target)
+    done = path.with_name(schema.DONE_FILE)
+    done.write_text(json.dumps(json.loads(done.read_text()) | {"hash": stored["hash"]}))
+    with pytest.raises(ValueError, match="reference-seed0-beta1: holds a run of another config"):
+        pack(other, target)
+    assert {path: path.read_bytes() for path in target.rglob("*") if path.is_file()} == before
+    with pytest.raises(ValueError, match="holds a run that is not packed"):
+        pack(packed, runs)
+    with pytest.raises(ValueError, match="none inside it"):
+        pack(runs, runs / "kept")
+
+
+def test_a_finished_packed_cell_is_done(packed: Path) -> None:
+    cell = CellDir(packed / "reference-seed0-beta1")
+    stored = json.loads((cell.path / schema.CONFIG_FILE).read_text())
+    assert cell.state(stored["hash"]) == "done"
+
+
+def test_a_cut_packed_file_is_damage_to_a_run(packed: Path, tmp_path: Path) -> None:
+    cell = CellDir(shutil.copytree(packed / "reference-seed0-beta1", tmp_path / "reference-seed0-beta1"))
+    path = cell.path / (schema.METRICS_FILE + PACKED)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(RunFileError, match=r"metrics\.jsonl\.gz: not readable"):
+        cell.metrics()
+
+
 def test_a_cut_file_is_damage(packed: Path, tmp_path: Path) -> None:
     target = tmp_path / "demo"
     shutil.copytree(packed, target)
@@ -67,3 +110,12 @@ def test_a_cut_file_is_damage(packed: Path, tmp_path: Path) -> None:
     runs = load.load(target)
     assert any("not a whole gzip file" in problem.message for problem in runs.problems)
     assert runs.cells.set_index("cell").loc["reference-seed0-beta1", "state"] == "damaged"
+
+
+def test_a_pipe_and_a_gzip_bomb_are_damage(packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(packed, target := tmp_path / "demo")
+    os.mkfifo(target / "reference-seed0-beta1" / schema.FAILED_FILE)
+    monkeypatch.setattr(files, "MOST_BYTES", 1000)
+    messages = [str(problem) for problem in load.load(target).problems]
+    assert any("reference-seed1-beta1/metrics.jsonl.gz: more than" in message for message in messages)
+    assert any("reference-seed0-beta1/failed.json: not a regular file" in message for message in messages)

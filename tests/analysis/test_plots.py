@@ -233,3 +233,9 @@ def test_files_are_the_same_every_time(partial: Path, tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
     assert not re.search(rb"(?<!xmlns[:=])(href|src)=\"https?:", (tmp_path / "a.svg").read_bytes())
     assert plots.kl(load(partial))._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_name_is_never_read_as_a_formula(demo: Path, tmp_path: Path) -> None:
+    runs = dataclasses.replace(load(demo), primary_label="$x^{$")
+    plots.save(plots.learning_curves(runs), tmp_path / "curves", kinds=("svg",))
+    assert "$x^{$" in (tmp_path / "curves.svg").read_text()

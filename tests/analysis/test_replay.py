@@ -247,3 +247,13 @@ def test_a_report_without_replays_has_no_section(copied: Path) -> None:
     shutil.rmtree(copied / schema.REPLAY_DIR, ignore_errors=True)
     page = next(p for p in write_report(copied).paths if p.suffix == ".html").read_text()
     assert "#replay" not in page and "One batch through every variant" not in page
+
+
+def test_a_replay_of_wrong_kinds_is_a_warning_and_writes_nowhere_else(copied: Path) -> None:
+    cells = sorted(path for path in copied.iterdir() if path.is_dir())
+    put(cells[0], make(cell="../../../outside"))
+    put(cells[1], make(checks=3))
+    report = write_report(copied)
+    assert {path.parent for path in report.paths} == {copied / schema.REPORT_DIR}
+    assert any("replay-.._.._.._outside" in path.name for path in report.paths)
+    assert ["no replay: TypeError" in problem.message for problem in report.problems] == [True]
