@@ -64,7 +64,8 @@ def _groups(config: Config, engines: list[str]) -> Iterable[tuple[str, Callable[
             yield "vllm", vllm_engine_names
     if "vllm" not in engines and group_names(config, "vllm"):
         raise ConfigError(
-            f"vllm.{group_names(config, 'vllm')[0]} is set but the rollout engine is {engines[0]}: say rollout=vllm"
+            f"vllm.{group_names(config, 'vllm')[0]} is set but the rollout engine is {engines[0]}: say rollout=vllm "
+            "where vLLM is installed, or leave it out"
         )
 
 
