@@ -116,8 +116,8 @@ def report(what: Sequence[str], pages: Sequence[Path], committed: bool, pack: Pa
     """
     from ablate import runner
 
-    folders = [Path(text) for text in what if "=" not in text]
-    given = [text for text in what if "=" in text]
+    folders = [Path(text) for text in what if "=" not in text or Path(text).is_dir()]
+    given = [text for text in what if Path(text) not in folders]
     if given and (folders or pages):
         raise ConfigError(f"{given[0]}: a {'folder' if folders else 'page'} was given, so keys have no effect")
     if committed and (what or pages or pack):

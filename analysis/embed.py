@@ -72,7 +72,10 @@ def update(page: Path, root: Path, folders: Sequence[Path] = ()) -> bool:
         from analysis import notebook
 
         return notebook.update(page, list(folders) or committed(root))
-    text = page.read_text(encoding="utf-8")
+    try:
+        text = page.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--page {page} cannot be read: {error}; give a Markdown page or a notebook") from error
     if not MARKERS.search(text):
         raise ValueError(f"{page} has no block that begins with <!-- results FOLDER -->")
     made = render(text, root)

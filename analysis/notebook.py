@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,11 +88,25 @@ def update(page: Path, folders: Sequence[Path]) -> bool:
         import nbformat
     except ImportError as error:
         raise ValueError(f"{page}: a notebook needs {error.name}: pip install 'grpo-ablation[notebook]'") from error
+    known = page.read_text(encoding="utf-8") if page.exists() else None
+    if known is not None:
+        _refuse_own(page, known)
     text = nbformat.writes(execute(build(folders))) + "\n"
-    if page.exists() and page.read_text(encoding="utf-8") == text:
+    if known == text:
         return False
     write_atomic(page, text)
     return True
+
+
+def _refuse_own(page: Path, text: str) -> None:
+    """Raise ValueError where a page is no notebook of `update`, or has cells that someone added: they would be lost."""
+    try:
+        cells = json.loads(text)["cells"]
+        made = all(re.fullmatch(r"cell-\d+", cell["id"]) for cell in cells) and bool(cells)
+    except (ValueError, TypeError, LookupError):
+        made = False
+    if not made:
+        raise ValueError(f"{page}: holds cells that `report --page` did not write; move it away or give another name")
 
 
 def texts(notebook: NotebookNode) -> list[tuple[str, str]]:

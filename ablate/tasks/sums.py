@@ -26,6 +26,7 @@ SYSTEM_PROMPTS = {
     ),
 }
 EXAMPLES = ((3, 4, -2), (8, 6), (5, 7, 2, -4))
+MOST = 1_000_000  # problems: they are all made in memory
 HELD_OUT = 0.25  # of the sums of one length, at most
 
 
@@ -60,6 +61,9 @@ class Sums(SolutionTask):
             raise ValueError(f"sums.terms must be between 2 and 20, got {self.terms}")
         if self.largest < 2:
             raise ValueError(f"sums.largest must be at least 2, got {self.largest}")
+        for name in ("train_size", "eval_size"):
+            if getattr(self, name) > MOST:
+                raise ValueError(f"sums.{name} must be at most {MOST}, got {getattr(self, name)}")
         if isinstance(self.examples, bool) or self.examples not in range(len(EXAMPLES) + 1):
             raise ValueError(f"sums.examples must be between 0 and {len(EXAMPLES)}, got {self.examples!r}")
 

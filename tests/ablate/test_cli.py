@@ -162,3 +162,12 @@ def test_a_report_that_cannot_be_made_loses_nothing(tmp_path: Path, monkeypatch:
     given = [f"out={tmp_path}", "grid=none", "variants=reference", "seeds=1", "jobs=0"]
     assert runner.run(config.load(given), function="fakes:run_cell") == 1
     assert [item.state for item in runner.survey(config.load(given))] == ["done"]
+
+
+def test_a_folder_may_have_an_equals_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beta=1").mkdir()
+    asked: list[Path] = []
+    monkeypatch.setattr(runner, "report", lambda folder, console: bool(asked.append(folder)) or True)
+    assert invoke("report", "beta=1").exit_code == 0
+    assert asked == [Path("beta=1")]

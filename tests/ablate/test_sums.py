@@ -103,3 +103,9 @@ def test_evaluation_scores_what_the_prompts_show(monkeypatch: pytest.MonkeyPatch
     assert (scores["accuracy"], scores["format_rate"], scores["prompts"]) == (1, 1, len(held_out))
     right.update({row.question: f"<answer>{int(row.answer) + 1}</answer>" for row in held_out})
     assert task.evaluate(context)["accuracy"] == 0
+
+
+@pytest.mark.parametrize("name", ["train_size", "eval_size"])
+def test_more_problems_than_memory_holds_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"sums.{name} must be at most 1000000"):
+        Sums(**{name: 10**9})

@@ -95,3 +95,21 @@ def test_runs_of_ones_own(points: Path, partial: Path, tmp_path: Path) -> None:
 def test_nothing_to_show_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no experiment to show"):
         embed.update(tmp_path / "empty.ipynb", tmp_path)
+
+
+@pytest.mark.parametrize("own", ["not JSON", "[]", '{"cells": [{"id": "cell-0"}, {"id": "4f2c"}]}'])
+def test_a_notebook_with_cells_of_ones_own_is_not_written_over(demo: Path, tmp_path: Path, own: str) -> None:
+    page = tmp_path / "mine.ipynb"
+    page.write_text(own)
+    with pytest.raises(ValueError, match="mine.ipynb: holds cells that"):
+        embed.update(page, tmp_path, [demo])
+    assert page.read_text() == own
+
+
+def test_a_page_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    with pytest.raises(ValueError, match=r"page\.md cannot be read"):
+        embed.update(page, tmp_path)
+    page.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"page\.md cannot be read"):
+        embed.update(page, tmp_path)
