@@ -85,8 +85,15 @@ def load(experiment_dir: str | os.PathLike[str], *, strict: bool = False) -> Run
     problems: list[Problem] = []
     cells: list[Cell] = []
     for folder in sorted(p for p in directory.iterdir() if p.is_dir() and p.name != schema.REPORT_DIR):
-        if any((folder / name).exists() for name in FILES):
-            cells.append(read_cell(folder, directory, problems, strict))
+        try:
+            if any((folder / name).exists() for name in FILES):
+                cells.append(read_cell(folder, directory, problems, strict))
+        except OSError as failed:  # no right to look into it
+            reason = f"cannot be read ({failed.strerror or failed})"
+            if strict:
+                raise RunFileError(folder, None, reason) from failed
+            cells.append(Cell(folder, folder.name, state="damaged"))
+            problems.append(Problem("error", reason, folder.name))
     problems += checks.duplicates(cells)
     problems += checks.pairing(cells)
     problems += checks.provenance(cells)

@@ -119,3 +119,19 @@ def test_a_pipe_and_a_gzip_bomb_are_damage(packed: Path, tmp_path: Path, monkeyp
     messages = [str(problem) for problem in load.load(target).problems]
     assert any("reference-seed1-beta1/metrics.jsonl.gz: more than" in message for message in messages)
     assert any("reference-seed0-beta1/failed.json: not a regular file" in message for message in messages)
+
+
+def test_a_folder_without_rights_is_damage(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = Path.exists
+
+    def exists(path: Path) -> bool:
+        if path.parent.name == "reference-seed0-beta1":
+            raise PermissionError(13, "Permission denied", str(path))
+        return whole(path)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    runs = load.load(packed)
+    assert runs.cells.set_index("cell").loc["reference-seed0-beta1", "state"] == "damaged"
+    assert any("cannot be read (Permission denied)" in problem.message for problem in runs.problems)
+    with pytest.raises(files.RunFileError, match="reference-seed0-beta1: cannot be read"):
+        load.load(packed, strict=True)
