@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ablate import keys, resolve
+from ablate import keys, resolve, status
 from ablate.errors import ConfigError
 from ablate.rollout import Engine
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ablate.rollout.vllm_live import Live, Spec
 
 LONGEST_LOOKED_AT = 512  # prompts, the longest by characters, that are tokenised to find the longest
+SHARED = "one copy, in the engine"
 FULL_STATE_BYTES = 12  # a trained parameter with its two moments, in float32
 
 
@@ -35,10 +36,19 @@ def start(config: Config, loaded: Any, args: Any, prompts: list[Any]) -> tuple[A
 
     live = vllm_live.acquire(vllm_spec(config, loaded, args, prompts))
     try:
-        model, live.notes["base_weights_why"] = live.shared_model(), "one copy, in the engine"
-    except CannotShare as why:
-        model, live.notes["base_weights_why"] = loaded.build(), str(why)
+        model, why = live.shared_model(), SHARED
+        told = f"base weights, {_size(model)}, held once for engine and trainer"
+    except CannotShare as refusal:
+        model, why = loaded.build(), str(refusal)
+        told = f"the trainer has base weights of its own, {_size(model)}: {why}"
+    if live.notes.get("base_weights_why") != why:
+        status.note(f"vLLM: {told}")
+    live.notes["base_weights_why"] = why
     return model, live
+
+
+def _size(model: Any) -> str:
+    return f"{sum(p.numel() * p.element_size() for p in model.parameters()) / (1 << 20):,.1f} MiB"
 
 
 def vllm_spec(config: Config, loaded: Any, args: Any, prompts: list[Any]) -> Spec:
@@ -153,7 +163,7 @@ def get(config: Config, trainer: Any, live: Live | None = None) -> Engine:
             eos_token_ids=trainer.eos_token_ids,
             max_completion_length=args.max_completion_length,
             options=sampling,
-            shared=live.notes.get("base_weights_why") == "one copy, in the engine",
+            shared=live.notes.get("base_weights_why") == SHARED,
         )
     from ablate.rollout.transformers import TransformersEngine
 

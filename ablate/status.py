@@ -1,6 +1,7 @@
 """Progress of work that is no training step (a model being made, ...), from where it happens to where it shows.
 
-Whoever does such work calls `report` and need not know who shows it; where nobody listens, nothing happens.
+Whoever does such work calls `report` and need not know who shows it; where nobody listens, nothing happens. What is to
+be kept, like the options of an engine, is told by `note`; where nobody listens, it is printed.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 
 Listener = Callable[[str, int, int], None]
+NoteListener = Callable[[str], None]
 
 INTERVAL = 0.1  # seconds: reports in between are dropped, the first and the last of a piece of work are not
 
 _listener: Listener | None = None
+_notes: NoteListener | None = None
 _last = 0.0
 
 
@@ -27,12 +30,21 @@ def report(text: str, done: int = 0, total: int = 0) -> None:
     _listener(text, done, total)
 
 
+def note(text: str) -> None:
+    """Say something that the user keeps."""
+    if _notes is None:
+        print(text)
+    else:
+        _notes(text)
+
+
 @contextlib.contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Send every report of the block to `listener`."""
-    global _listener
-    before, _listener = _listener, listener
+def listening(listener: Listener, notes: NoteListener | None = None) -> Iterator[None]:
+    """Send every report of the block to `listener`, every note to `notes`."""
+    global _listener, _notes
+    before = _listener, _notes
+    _listener, _notes = listener, notes
     try:
         yield
     finally:
-        _listener = before
+        _listener, _notes = before

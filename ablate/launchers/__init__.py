@@ -72,6 +72,9 @@ def execute(
     def on_status(text: str, done: int, total: int) -> None:
         on_event(Event("step", cell.name, done, total, {"status": text}))
 
+    def on_note(text: str) -> None:
+        on_event(Event("note", cell.name, data={"text": text}))
+
     try:
         with directory.lock():
             done = directory.read_done() if directory.state(cell.hash) == "done" else None
@@ -80,7 +83,7 @@ def execute(
                 directory.write_config(cell)
                 train = run()
                 _restart_on_other_ground(cell, directory, on_event)
-                with status.listening(on_status):
+                with status.listening(on_status, on_note):
                     summary = train(cell, directory, on_step)
                 if directory.read_done() is None:
                     lasted = round(time.monotonic() - started, 3)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ablate import status
 from ablate.rollout import vllm_memory as memory
 from ablate.rollout import vllm_sampling as sampling
 from ablate.rollout import vllm_share as share
@@ -75,7 +76,7 @@ class Live:
         self.spec, self.device, self.broken = spec, spec.device, False
         memory.free_pool()  # of an engine that a failed cell has held until now
         if memory.pool_bytes():
-            print(
+            status.note(
                 "vLLM: an earlier engine of this process holds memory still; this one stays resident between rollouts"
             )
             given = {"enable_sleep_mode": False, **given}
@@ -101,7 +102,7 @@ class Live:
         if self.device.type == "cuda":
             self.notes["bytes_without_kv"] = free - memory.memory(self.device)[0] - self.plan["kv_cache_memory_bytes"]
         shown = ", ".join(f"{k}={v}" for k, v in self.plan.items())
-        print(f"vLLM: started in {self.notes['start_seconds']} s with {shown} (each is overridden by vllm.NAME=)")
+        status.note(f"vLLM: started in {self.notes['start_seconds']} s with {shown} (each is overridden by vllm.NAME=)")
 
     @property
     def model(self) -> Any:

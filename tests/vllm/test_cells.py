@@ -15,7 +15,7 @@ import torch
 
 from ablate import cell as cells
 from ablate import config as configs
-from ablate import plan, runner
+from ablate import plan, runner, status
 from ablate.rollout import vllm_live
 from ablate.rundir import CellDir
 
@@ -92,7 +92,11 @@ def test_options_are_refused_before_anything_runs(override: str, match: str) -> 
 def test_own_options_of_the_engine(tmp_path: Path) -> None:
     overrides = ["vllm.share_weights=false", "vllm.max_num_seqs=8", "train.lora=true"]
     assert configs.load([*SMALL, *overrides]).vllm == {"share_weights": False, "max_num_seqs": 8}
-    directory, _ = run(tmp_path, *overrides)
+    notes: list[str] = []
+    with status.listening(lambda *a: None, notes.append):
+        directory, _ = run(tmp_path, *overrides)
+    assert len(notes) == 2 and "max_num_seqs=8" in notes[0] and "overridden by vllm.NAME=" in notes[0]
+    assert notes[1] == "vLLM: the trainer has base weights of its own, 0.3 MiB: vllm.share_weights=false"
     env = directory.read_env()
     assert env is not None
     told = env["resolved"]["engine"]
