@@ -133,6 +133,10 @@ def run(config: Config, *, console: Console | None = None, function: str = CELL_
             text = f"no comparison in wandb: {type(error).__name__}: {error}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
     for name, failure in board.failed.items():
+        if failure["type"] == rundir.CellBusy.__name__:
+            text = f"\n{name} left out: {failure['message']}; run the same command again when it has ended"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+            continue
         tail = "\n".join(failure["traceback"].rstrip().splitlines()[-TRACEBACK_LINES:])
         if failure["message"] not in tail:
             tail += f"\n{failure['type']}: {failure['message']}"

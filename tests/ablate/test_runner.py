@@ -206,6 +206,13 @@ def test_a_cell_that_runs_elsewhere_is_left_alone(tmp_path: Path, monkeypatch: p
     assert [event.kind for event in events] == ["failed"] and events[0].data["type"] == "CellBusy"
     assert not (directory.path / "failed.json").exists() and directory.state(cell.hash) == "new"
 
+    lock = rundir.CellDir.lock
+    monkeypatch.setattr(rundir.CellDir, "lock", lambda self: lock(self, wait=0.1))
+    with lock(directory):
+        code, text = run(tmp_path, "jobs=0")
+    assert code == 1 and "another process is running this cell; run the same command again" in text
+    assert "Traceback" not in text
+
 
 def test_a_failure_that_cannot_be_written_is_still_told(
     tmp_path: Path, plant: Callable[..., None], monkeypatch: pytest.MonkeyPatch
