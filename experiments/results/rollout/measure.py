@@ -67,7 +67,8 @@ def supervise(asked: list[str], out: Path, signals: Path, seconds: float) -> Non
     """Runs the parts' processes: loading side by side, measuring in turn, each ended at its limit."""
     started = time.monotonic()
     command = [sys.executable, __file__, "--out", str(out), "--signals", str(signals), "--parts"]
-    environment = {**os.environ, "MEASURE_PARTS": ",".join(asked)}
+    path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "MEASURE_PARTS": ",".join(asked), "PYTHONPATH": path}
     processes = {part: subprocess.Popen([*command, part], start_new_session=True, env=environment) for part in asked}
     try:
         for part, process in processes.items():
