@@ -62,4 +62,5 @@ def test_update_writes_only_what_changed(tmp_path: Path) -> None:
     page.write_text("before\n<!-- results default -->\nof yesterday\n<!-- end of results -->\nafter\n")
     assert embed.update(page, tmp_path) and not embed.update(page, tmp_path)
     text = page.read_text(encoding="utf-8")
-    assert text.startswith("before\n") and text.endswith("after\n") and "of yesterday" not in text and "no_detach" in text
+    assert text.startswith("before\n") and text.endswith("after\n")
+    assert "of yesterday" not in text and "no_detach" in text
