@@ -77,19 +77,19 @@ class Plan:
 def prepare(plan: Plan) -> Callable[[Entry], dict[str, Any]]:
     """Makes the problem and the gate's exact values; the result measures a row."""
     problem = Problem.make(plan.shape)
-    return functools.partial(measure, plan, problem, Gate(problem))
+    one = functools.partial(measure, plan, problem, Gate(problem))
+    return lambda entry: installed(entry.row.package, one, entry)
+
+
+def installed(package: str | None, measure: Callable[[Any], dict[str, Any]], row: Any) -> dict[str, Any]:
+    """What `measure` gives for a row, beside the version of the package that it needs, or {"failed": why}."""
+    if why := missing(package):
+        return {"failed": why}
+    return {"version": package and bench_report.version(package)} | attempt(measure, row)
 
 
 def measure(plan: Plan, problem: Problem, gate: Gate, entry: Entry) -> dict[str, Any]:
-    """Gate, time, memory of one row: what the report shows of it, or {"failed": why}."""
-    package = entry.row.package
-    if why := missing(package):
-        return {"failed": why}
-    version = {"version": package and bench_report.version(package)}
-    return version | attempt(functools.partial(_measure, plan, problem, gate), entry)
-
-
-def _measure(plan: Plan, problem: Problem, gate: Gate, entry: Entry) -> dict[str, Any]:
+    """Gate, time, memory of one row: what the report shows of it."""
     checked, device = gate.check(entry), plan.shape.device
     row: dict[str, Any] = {"errors": checked["errors"]}
     if not checked["ok"]:
@@ -174,25 +174,17 @@ def markdown(result: dict[str, Any]) -> str:
     size = f"({shape.batch}, {shape.tokens // shape.batch}, {shape.hidden})"
     times = f", {result['steps']} steps back to back in each" if result["steps"] > 1 else ""
     limit = f"; {result['limit']:g} s a row at most" if result["limit"] else ""
-    gates = [
-        f"    {'RED' if 'failed' in row else 'ok '} {row['row']}[{row['variant']}]: "
-        + bench_report.error_text(row["errors"])
-        for row in rows
-        if "errors" in row
-    ]
     return "\n".join([
         f"hidden {size}, vocab {shape.vocab}, {shape.dtype}, head {shape.head}, {shape.device}; "
         f"{result['reps']} rounds{times}, medians{limit}",
         "",
         *bench_report.table([*columns, "peak extra", "error of d hidden"], cells),
         "",
-        *([f"Not run yet: {', '.join(result['waiting'])}.", ""] if result["waiting"] else []),
+        *bench_report.waiting_lines(result),
         *_spreads(rows),
         *bench_report.source_lines(result["provenance"], shape.device),
         "",
-        "Correctness gate, against float64:",
-        "",
-        *gates,
+        *bench_report.gate_lines(rows, lambda row: f"{row['row']}[{row['variant']}]"),
     ]) + "\n"  # fmt: skip
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from losses.bench_rows import TERMS, Entry, Problem, plain_loss
 
 
-def _error(got: Tensor, exact: Tensor) -> float:
+def relative_error(got: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over that of `exact` (float64)."""
     return float((got.double() - exact).norm() / exact.norm().clamp(min=1e-300))
 
 
@@ -71,7 +72,7 @@ class Gate:
         low = (low_g[t, None] * (one - self._logits(self.hidden[t], problem.weight).softmax(1))).to(dtype)
         out = {
             "loss": (loss, float((g * (self.low_logps - self.logps)).abs().sum())),
-            "d_hidden": (d_hidden, _error(self._product(low, problem.weight), d_hidden)),
+            "d_hidden": (d_hidden, relative_error(self._product(low, problem.weight), d_hidden)),
             "loss_rounding": 8 * self.rounding * float(size),
         }
         if problem.shape.head == "train":
@@ -80,7 +81,7 @@ class Gate:
             d_weight = (g[:, None] * (hit.double() - p)).t() @ self.hidden.double()
             z = self._logits(self.hidden, problem.weight[words])
             low = (low_g[:, None] * (hit.float() - (z - self.lse[:, None].float()).exp())).to(dtype)
-            out["d_weight"] = (d_weight, _error(self._product(low.t(), self.hidden), d_weight))
+            out["d_weight"] = (d_weight, relative_error(self._product(low.t(), self.hidden), d_weight))
         return out
 
     def _token_gradient(self, variant: str, logps: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,11 +97,11 @@ class Gate:
         want, allowed = exact["loss"]
         errors = {"loss": [float((loss.double() - want).abs()), budget * allowed + exact["loss_rounding"]]}
         rows = d_hidden.reshape(-1, d_hidden.shape[-1])[self.tokens]
-        errors["d_hidden"] = [_error(rows, exact["d_hidden"][0]), budget * exact["d_hidden"][1] + floor]
+        errors["d_hidden"] = [relative_error(rows, exact["d_hidden"][0]), budget * exact["d_hidden"][1] + floor]
         if "d_weight" in exact:
             assert d_weight is not None
             errors["d_weight"] = [
-                _error(d_weight[self.words], exact["d_weight"][0]),
+                relative_error(d_weight[self.words], exact["d_weight"][0]),
                 budget * exact["d_weight"][1] + floor,
             ]
         return {"errors": errors, "ok": all(e <= limit for e, limit in errors.values())}

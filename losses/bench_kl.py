@@ -28,8 +28,9 @@ from torch import Tensor
 
 import losses
 from losses import bench, bench_measure, bench_report
-from losses.bench_process import attempt, one_by_one
-from losses.bench_rows import Shape, missing
+from losses.bench_gate import relative_error
+from losses.bench_process import one_by_one
+from losses.bench_rows import Shape
 from losses.spec import nearest
 
 PROGRAM = "losses.bench_kl"
@@ -184,7 +185,7 @@ class Gate:
         self.tokens = torch.randperm(problem.shape.tokens, generator=rng)[:GATE_ROWS].to(problem.hidden.device)
         self.kl, self.v = self._by_torch(torch.float64)
         self.allowed = {
-            name: _error(got, want)
+            name: relative_error(got, want)
             for name, got, want in zip(("v", "kl"), self._by_torch(problem.shape.torch_dtype)[::-1], (self.v, self.kl),
                                        strict=True)
         }  # fmt: skip
@@ -205,15 +206,11 @@ class Gate:
         if d_hidden is not None:
             w = self.problem.w.view(-1, 1)[self.tokens].double()
             v = _rows(d_hidden)[self.tokens].double() / (1 / self.problem.shape.tokens if row.mean else w)
-            errors["v"] = [_error(v, self.v), row.budget * self.allowed["v"] + rounding]
+            errors["v"] = [relative_error(v, self.v), row.budget * self.allowed["v"] + rounding]
         if not row.mean:
-            error = _error(kl.reshape(-1)[self.tokens], self.kl)
+            error = relative_error(kl.reshape(-1)[self.tokens], self.kl)
             errors["kl"] = [error, row.budget * self.allowed["kl"] + rounding]
         return {"errors": errors, "ok": all(e <= limit for e, limit in errors.values())}
-
-
-def _error(got: Tensor, exact: Tensor) -> float:
-    return float((got.double() - exact.double()).norm() / exact.double().norm().clamp(min=1e-300))
 
 
 @dataclass(frozen=True)
@@ -243,20 +240,13 @@ def prepare(plan: Plan) -> Callable[[Job], dict[str, Any]]:
             kept.clear()
             problem = Problem.make(plan.shape, job.direction)
             kept[job.direction] = (problem, Gate(problem))
-        return measure(plan, *kept[job.direction], job.row)
+        return bench.installed(job.row.package, functools.partial(measure, plan, *kept[job.direction]), job.row)
 
     return measured
 
 
 def measure(plan: Plan, problem: Problem, gate: Gate, row: Row) -> dict[str, Any]:
-    """Gate, times and memory of one row: what the report shows of it, or {"failed": why}."""
-    if why := missing(row.package):
-        return {"failed": why}
-    version = {"version": row.package and bench_report.version(row.package)}
-    return version | attempt(functools.partial(_measure, plan, problem, gate), row)
-
-
-def _measure(plan: Plan, problem: Problem, gate: Gate, row: Row) -> dict[str, Any]:
+    """Gate, times and memory of one row: what the report shows of it."""
     checked, device = gate.check(row), plan.shape.device
     found: dict[str, Any] = {"errors": checked["errors"]}
     if not checked["ok"]:
@@ -292,24 +282,16 @@ def markdown(result: dict[str, Any]) -> str:
     times = f", {result['steps']} steps back to back in each" if result["steps"] > 1 else ""
     columns = ["", "direction", "ms [min, max]", "x floor", "floor, ms", "peak extra", "error of d KL / d hidden"]
     limit = f"; {result['limit']:g} s a row at most" if result["limit"] else ""
-    gates = [
-        f"    {'RED' if 'failed' in row else 'ok '} {row['row']}, {row['direction']}: "
-        + bench_report.error_text(row["errors"])
-        for row in result["rows"]
-        if "errors" in row
-    ]
     return "\n".join([
         f"Exact KL over the vocabulary, forward and backward: hidden {size}, vocab {shape.vocab}, {shape.dtype}, "
         f"{heads}; {result['reps']} rounds{times}, medians{limit}",
         "",
         *bench_report.table([*columns, "error of KL"], [_cells(row) for row in result["rows"]]),
         "",
-        *([f"Not run yet: {', '.join(result['waiting'])}.", ""] if result["waiting"] else []),
+        *bench_report.waiting_lines(result),
         *bench_report.source_lines(result["provenance"], shape.device),
         "",
-        "Correctness gate, against float64:",
-        "",
-        *gates,
+        *bench_report.gate_lines(result["rows"], lambda row: f"{row['row']}, {row['direction']}"),
     ]) + "\n"  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -90,5 +91,15 @@ def table(columns: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *rows)]
 
 
-def error_text(errors: dict[str, list[float]]) -> str:
-    return "  ".join(f"{what} {error:.1e} (at most {limit:.1e})" for what, (error, limit) in errors.items())
+def waiting_lines(result: dict[str, Any]) -> list[str]:
+    """The rows that have not run, and a blank line; nothing once all have."""
+    return [f"Not run yet: {', '.join(result['waiting'])}.", ""] if result["waiting"] else []
+
+
+def gate_lines(rows: list[dict[str, Any]], name: Callable[[dict[str, Any]], str]) -> list[str]:
+    """Errors of the rows that were checked, each beside what it may be."""
+    lines = ["Correctness gate, against float64:", ""]
+    for row in (row for row in rows if "errors" in row):
+        errors = [f"{what} {error:.1e} (at most {limit:.1e})" for what, (error, limit) in row["errors"].items()]
+        lines.append(f"    {'RED' if 'failed' in row else 'ok '} {name(row)}: {'  '.join(errors)}")
+    return lines
