@@ -9,6 +9,7 @@ import difflib
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,9 @@ RESULTS = Path(__file__).resolve().parents[1] / "experiments" / "results"
 FAILURE_COLUMNS = ["cell", "step", "type", "message", "traceback"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Runs:
-    """Everything read from `runs/<experiment>/`.
+    """Everything read from `runs/<experiment>/`. Not to be changed: what is derived from it is kept.
 
     cells     one row per cell, CELL_COLUMNS; seconds: of its training steps; began, ended: UTC, NaT where not known
     metrics   one row per optimizer step: cell, variant, seed, point, step (from 1), then the columns of metrics.jsonl
@@ -52,6 +53,11 @@ class Runs:
     problems: tuple[Problem, ...] = ()
     configs: dict[str, dict[str, Any]] = field(default_factory=dict)
     environments: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @cached_property
+    def steps(self) -> dict[str, pd.DataFrame]:
+        """Rows of `metrics` by cell, for the cells that have any."""
+        return dict(list(self.metrics.groupby("cell")))
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -155,6 +155,7 @@ def t_interval(values: Sequence[float] | np.ndarray, level: float = LEVEL) -> In
     return Interval(n, mean, sd, mean - half, mean + half, p, level)
 
 
+@lru_cache(maxsize=4)
 def summarise(runs: Runs) -> pd.DataFrame:
     """One row per cell: headline metric at the start (step 0), at the end and the gain, and how the run ended.
 
@@ -165,7 +166,6 @@ def summarise(runs: Runs) -> pd.DataFrame:
     """
     rows = []
     evals = dict(list(runs.evals.groupby("cell")))
-    metrics = dict(list(runs.metrics.groupby("cell")))
     for cell in runs.cells.itertuples():
         row = {key: getattr(cell, key) for key in ("cell", "variant", "seed", "point", "state", "steps", "seconds")}
         scores = evals.get(cell.cell)
@@ -175,7 +175,7 @@ def summarise(runs: Runs) -> pd.DataFrame:
             row["start"] = float(first.iloc[0]) if len(first) else math.nan
             row["final"] = float(scores[runs.primary_column].iloc[-1])
         row["gain"] = row["final"] - row["start"]
-        training = metrics.get(cell.cell)
+        training = runs.steps.get(cell.cell)
         for name in TAILS:
             row[name] = _tail_mean(training, name)
         row["weight_distance"] = _last(training, "weight_distance")
@@ -353,7 +353,7 @@ def rounds(runs: Runs, cell: str, columns: Sequence[str]) -> pd.DataFrame:
     A row is the mean over the num_iterations steps that the batch served, only one of which drew it; of memory the
     maximum. `columns` are those of metrics.jsonl; NaN where a run lacks one. No row where it has no steps.
     """
-    steps = runs.metrics[runs.metrics["cell"] == cell]
+    steps = runs.steps.get(cell, runs.metrics.iloc[:0])
     frame = steps.reindex(columns=list(columns)).astype(float)
     reuse = (runs.configs.get(cell, {}).get("train") or {}).get("num_iterations") or 1
     if reuse > 1:
