@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from ablate.rollout.vllm_live import Live, Spec
 
 LONGEST_LOOKED_AT = 512  # prompts, the longest by characters, that are tokenised to find the longest
-SHARED = "one copy, in the engine"
 FULL_STATE_BYTES = 12  # a trained parameter with its two moments, in float32
 
 
@@ -36,10 +35,10 @@ def start(config: Config, loaded: Any, args: Any, prompts: list[Any]) -> tuple[A
 
     live = vllm_live.acquire(vllm_spec(config, loaded, args, prompts))
     try:
-        model, why = live.shared_model(), SHARED
+        model, why, live.shared = live.shared_model(), "one copy, in the engine", True
         told = f"base weights, {_size(model)}, held once for engine and trainer"
     except CannotShare as refusal:
-        model, why = loaded.build(), str(refusal)
+        model, why, live.shared = loaded.build(), str(refusal), False
         told = f"the trainer has base weights of its own, {_size(model)}: {why}"
     if live.notes.get("base_weights_why") != why:
         status.note(f"vLLM: {told}")
@@ -163,7 +162,7 @@ def get(config: Config, trainer: Any, live: Live | None = None) -> Engine:
             eos_token_ids=trainer.eos_token_ids,
             max_completion_length=args.max_completion_length,
             options=sampling,
-            shared=live.notes.get("base_weights_why") == SHARED,
+            shared=live.shared,
         )
     from ablate.rollout.transformers import TransformersEngine
 

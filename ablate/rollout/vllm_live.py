@@ -64,7 +64,10 @@ class Spec:
 
 
 class Live:
-    """A running engine. `plan` holds its arguments, `notes` what was decided at its start, in words and bytes."""
+    """A running engine. `plan` holds its arguments, `notes` what was decided at its start, in words and bytes.
+
+    shared: whether the trainer of the cell at hand stands on its weights.
+    """
 
     def __init__(self, spec: Spec) -> None:
         from transformers import AutoConfig
@@ -73,7 +76,7 @@ class Live:
         for name in given:
             if name in REFUSED:
                 raise ValueError(f"vllm.{name} cannot be set: {REFUSED[name]}")
-        self.spec, self.device, self.broken = spec, spec.device, False
+        self.spec, self.device, self.broken, self.shared = spec, spec.device, False, False
         memory.free_pool()  # of an engine that a failed cell has held until now
         if memory.pool_bytes():
             status.note(
