@@ -313,7 +313,7 @@ def test_no_file_holds_a_path_of_one_machine() -> None:
 @pytest.mark.parametrize("prefix", ["/" + "home/ada", "/" + "Users/ada", "/" + "root", "/" + "work"])
 def test_a_path_of_one_machine_is_found(prefix: str) -> None:
     assert machine_paths(f'data = "{prefix}/runs/x"') != []
-    assert machine_paths("runs/work/x and a URL https://example.org" + prefix + "/x") == []
+    assert machine_paths(f"runs{prefix}/x and a URL https://example.org{prefix}/x") == []
 
 
 def test_python_files_stay_short() -> None:
