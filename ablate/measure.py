@@ -14,6 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from ablate import schema
 from losses import Metric
 
 # Parts of a step that are timed; what is left of it, the optimizer's step, logging and checkpoints, is `optimizer`.
@@ -120,7 +121,7 @@ class Meter:
             free, total = torch.cuda.mem_get_info(self.device)
             out["memory/step_bytes"] = float(total - free)
         if (busy := self.busy.flush()) is not None:
-            out["gpu/busy"] = busy
+            out[schema.GPU_BUSY] = busy
         return out
 
     def _drain(self) -> None:

@@ -73,12 +73,10 @@ METRICS = (
     "time/optimizer",  # and all that is left
 )
 # As METRICS, where there is something to tell.
-OPTIONAL_METRICS = (
-    "gpu/busy",  # share of the step in which the GPU ran kernels, 0 to 1
-    "skipped_steps",  # float16: 1 where GradScaler left the step out because a gradient was not finite
-    "kl_exact/reverse",  # KL(policy || reference) over the vocabulary, mean over tokens, nats; every few steps
-    "kl_exact/forward",  # KL(reference || policy)
-)
+GPU_BUSY = "gpu/busy"  # share of the step in which the GPU ran kernels, 0 to 1
+SKIPPED_STEPS = "skipped_steps"  # float16: 1 where GradScaler left the step out because a gradient was not finite
+# KL(policy || reference) and KL(reference || policy) over the vocabulary, mean over tokens, nats; every few steps
+EXACT_KL = ("kl_exact/reverse", "kl_exact/forward")
 
 # rollouts/*.parquet, one row per completion; lists are per token of the completion, padding removed
 ROLLOUT_COLUMNS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from peft import PeftModel
@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
 import losses
-from ablate import fp16, lm_head
+from ablate import fp16, lm_head, schema
 from ablate.generation import extra_inputs, loss_mask
 
 # What the reference's pass gives a micro-batch: hidden (B, T, H), LM head weight (V, H), bias (V,) or None.
@@ -166,7 +166,8 @@ class ScoringTrainer(GRPOTrainer):
         ref_hidden, ref_weight, ref_bias = reference
         mask = loss_mask(batch)
         metrics = {}
-        for direction in ("reverse", "forward"):
+        directions: tuple[Literal["reverse", "forward"], ...] = ("reverse", "forward")
+        for name, direction in zip(schema.EXACT_KL, directions, strict=True):
             kl = losses.exact_kl(
                 hidden,
                 weight,
@@ -178,7 +179,7 @@ class ScoringTrainer(GRPOTrainer):
                 completion_mask=mask,
                 **self._head_options,
             )
-            metrics[f"kl_exact/{direction}"] = losses.Metric(kl.sum(), mask.sum())
+            metrics[name] = losses.Metric(kl.sum(), mask.sum())
         return metrics
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import set_seed
 
 import losses
-from ablate import fp16, measure, mismatch, trl_options
+from ablate import fp16, measure, mismatch, schema, trl_options
 from ablate.generation import EpochSampler, Generation, length_figures, loss_mask, normalise
 from ablate.rewards import checked
 from ablate.rollout import SYNC, Engine, Rollout, derive_seed
@@ -316,6 +316,6 @@ class AblationTrainer(ScoringTrainer):
                 )
             figures |= {"weight_distance": moved, **self._meter.flush()}
             if self.args.fp16:
-                figures["skipped_steps"] = self._skipped.flush()
+                figures[schema.SKIPPED_STEPS] = self._skipped.flush()
         self._metrics[mode].update({name: [value] for name, value in figures.items()})
         super().log(logs, start_time)

@@ -49,12 +49,12 @@ def timing_table(runs: Runs) -> Table:
     """Where a step's time goes, how busy the GPU was, memory, and seconds of a whole run."""
     timed = parts(runs)
     more: dict[str, tuple[str, Callable[[float], str]]] = {
-        "gpu/busy": ("GPU busy", lambda x: MISSING if math.isnan(x) else f"{100 * x:.0f} %"),
+        schema.GPU_BUSY: ("GPU busy", lambda x: MISSING if math.isnan(x) else f"{100 * x:.0f} %"),
         "tokens_per_second": ("tokens/s", lambda x: number(x, 0)),
         "peak_memory_bytes": ("peak MiB", lambda x: number(x / MIB, 0)),
         "memory/step_bytes": ("card MiB", lambda x: number(x / MIB, 0)),
     }
-    optional = ("gpu/busy", "memory/step_bytes")
+    optional = (schema.GPU_BUSY, "memory/step_bytes")
     more = {c: shown for c, shown in more.items() if c not in optional or c in runs.metrics}
     found = medians(runs, ["step_time", *timed, *more])
     lasted = runs.done.assign(seconds=(runs.done["ended"] - runs.done["began"]).dt.total_seconds())
@@ -75,7 +75,7 @@ def timing_table(runs: Runs) -> Table:
     ]
     if "time/logps" in timed:
         notes.append("logps: old and reference log-probs together")
-    if "gpu/busy" in more:
+    if schema.GPU_BUSY in more:
         notes.append("GPU busy: share of the step in which the GPU computed")
     peak = "the device's allocator" if _types(runs) == {"cuda"} else "the process"
     notes.append(

@@ -27,11 +27,9 @@ LEVEL = 0.95
 POWER = 0.8
 TAIL = 0.1  # "final" training metrics are means over this last share of the steps
 ACROSS_POINTS = ("data_sha256",)  # what a pair of two grid points must agree in: an axis may change the other hashes
-EXACT_KL = ("kl_exact/reverse", "kl_exact/forward")  # over the whole vocabulary, logged every few steps
-SKIPPED = "skipped_steps"  # float16: steps that GradScaler left out
-TAILS = ("kl", *EXACT_KL, "kl_own", "entropy", "reward", "grad_norm")
+TAILS = ("kl", *schema.EXACT_KL, "kl_own", "entropy", "reward", "grad_norm")
 SUMMARY = ("start", "final", "gain", *TAILS, "weight_distance", "tokens_per_second", "step_time", "peak_memory_bytes",
-           SKIPPED, "seconds")  # fmt: skip
+           schema.SKIPPED_STEPS, "seconds")  # fmt: skip
 _MAX_SEEDS = 100_000
 
 
@@ -161,8 +159,8 @@ def summarise(runs: Runs) -> pd.DataFrame:
 
     Columns: cell, variant, seed, point, state, steps, then SUMMARY: start, final, gain, TAILS (means over the last
     tenth of the steps; of what is logged every few steps the last value where none is there), weight_distance (last
-    step), tokens_per_second and step_time (medians over `rounds`),
-    peak_memory_bytes (maximum), SKIPPED and seconds (of all steps). NaN where a value is missing or not finite.
+    step), tokens_per_second and step_time (medians over `rounds`), peak_memory_bytes (maximum), skipped_steps and
+    seconds (sums over all steps). NaN where a value is missing or not finite.
     """
     rows = []
     evals = dict(list(runs.evals.groupby("cell")))
@@ -182,8 +180,8 @@ def summarise(runs: Runs) -> pd.DataFrame:
         row |= rounds(runs, cell.cell, ("tokens_per_second", "step_time")).median().to_dict()
         known = training is not None and "peak_memory_bytes" in training
         row["peak_memory_bytes"] = float(training["peak_memory_bytes"].max()) if known else math.nan  # type: ignore[index]
-        skipped = training is not None and SKIPPED in training
-        row[SKIPPED] = float(training[SKIPPED].sum()) if skipped else math.nan  # type: ignore[index]
+        skipped = training is not None and schema.SKIPPED_STEPS in training
+        row[schema.SKIPPED_STEPS] = float(training[schema.SKIPPED_STEPS].sum()) if skipped else math.nan  # type: ignore[index]
         rows.append(row)
     columns = ["cell", "variant", "seed", "point", "state", "steps", *SUMMARY]
     table = pd.DataFrame(rows, columns=columns)

@@ -27,8 +27,8 @@ TERMINAL = (
     "entropy",
     "|Δw|",
 )  # headers; axes come on top
-_EXTRA = ("kl", *stats.EXACT_KL, "entropy", "weight_distance", "tokens_per_second", "step_time", stats.SKIPPED)
-_EXACT_HEADERS = dict(zip(stats.EXACT_KL, ("exact KL", "forward KL"), strict=True))
+_EXTRA = ("kl", *schema.EXACT_KL, "entropy", "weight_distance", "tokens_per_second", "step_time", schema.SKIPPED_STEPS)
+_EXACT_HEADERS = dict(zip(schema.EXACT_KL, ("exact KL", "forward KL"), strict=True))
 
 
 def comparison_table(runs: Runs, *, baseline: Baseline | None = None, level: float = stats.LEVEL) -> Table:
@@ -38,8 +38,8 @@ def comparison_table(runs: Runs, *, baseline: Baseline | None = None, level: flo
     """
     comparisons = stats.compare(runs, baseline=baseline, level=level)
     extra = _means(runs, _EXTRA)
-    exact = [name for name in stats.EXACT_KL if name in runs.metrics]
-    skipped = stats.SKIPPED in runs.metrics
+    exact = [name for name in schema.EXACT_KL if name in runs.metrics]
+    skipped = schema.SKIPPED_STEPS in runs.metrics
     headers = (
         *("variant", *runs.axes, "n", "start", "final", "difference", "verdict", "KL"),
         *(_EXACT_HEADERS[name] for name in exact),
@@ -63,7 +63,7 @@ def comparison_table(runs: Runs, *, baseline: Baseline | None = None, level: flo
                 number(means["weight_distance"], 2),
                 number(means["tokens_per_second"], 0),
                 number(means["step_time"]),
-                *([number(means[stats.SKIPPED], 1)] if skipped else []),
+                *([number(means[schema.SKIPPED_STEPS], 1)] if skipped else []),
             )
         )
         records.append(_record(runs, c) | means)
