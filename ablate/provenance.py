@@ -76,7 +76,10 @@ def collect(seeds: Iterable[int] = ()) -> dict[str, Any]:
 
 @functools.cache
 def git() -> dict[str, Any]:
-    """Commit and whether the checkout differs from it, of the code that runs (not of the current folder)."""
+    """Commit and whether the checkout differs from it, of the code that runs (not of the current folder).
+
+    A copy without its .git says its commit in the environment variable GIT_COMMIT.
+    """
     root = Path(__file__).resolve().parents[1]
 
     def ask(*arguments: str) -> str | None:
@@ -90,7 +93,7 @@ def git() -> dict[str, Any]:
 
     top = ask("rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != root:  # installed somewhere below another project's checkout
-        return {"sha": None, "dirty": None}
+        return {"sha": os.environ.get("GIT_COMMIT") or None, "dirty": None}
     changed = ask("status", "--porcelain", "--untracked-files=no")
     return {"sha": ask("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}
 

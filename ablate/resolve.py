@@ -118,12 +118,24 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def cards(asked: str) -> list[str]:
+    """The CUDA devices that worker processes take turns on, each a value of CUDA_VISIBLE_DEVICES for one of them.
+
+    Empty where there is only one, or where `device=cuda:N` names one.
+    """
+    count = cuda_devices() if asked in ("auto", "cuda") else 0
+    if count < 2:
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [name.strip() for name in visible.split(",")][:count] if visible else [str(n) for n in range(count)]
+
+
 def jobs(config: Config, cells: int) -> int:
-    """Cells side by side: `jobs=auto` is one per core for the tiny model on a CPU, as memory allows; elsewhere one."""
+    """Cells side by side: `jobs=auto` is one per core for the tiny model on a CPU, as memory allows; one per GPU."""
     if isinstance(config.jobs, int):
         return min(config.jobs, cells)
     if not is_tiny(config) or device(config.device).name != "cpu":
-        return 1
+        return min(max(1, len(cards(config.device))), cells)
     import psutil
 
     by_memory = int(psutil.virtual_memory().available // WORKER_BYTES)

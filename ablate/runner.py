@@ -151,10 +151,11 @@ def run(config: Config, *, console: Console | None = None, function: str = CELL_
 
 
 def make_launcher(config: Config, workers: int, function: str) -> Launcher:
-    """The launcher of `jobs=`: worker processes, or this process for jobs=0."""
+    """The launcher of `jobs=`: worker processes, spread over the CUDA devices, or this process for jobs=0."""
     if workers == 0:
         return InProcess(function)
-    return LocalLauncher(workers, resolve.threads(config, workers), config.retries, function)
+    threads, cards = resolve.threads(config, workers), resolve.cards(config.device)
+    return LocalLauncher(workers, threads, config.retries, function, cards)
 
 
 def choices(config: Config, workers: int) -> str:

@@ -59,7 +59,7 @@ def provenance(program: str, arguments: list[str], device: str) -> dict[str, Any
     """Code, versions, machine, command, date. `changed`: files of this package that differ from the commit."""
     status = _git("status", "--porcelain", "--", ".")
     return {
-        "commit": os.environ.get("LOSSES_COMMIT") or _git("rev-parse", "HEAD"),  # where the code runs without its .git
+        "commit": _git("rev-parse", "HEAD") or os.environ.get("GIT_COMMIT"),  # where the code runs without its .git
         "changed": None if status is None else [line[3:] for line in status.splitlines() if line.endswith(".py")],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join([f"python -m {program}", *arguments]),

@@ -39,6 +39,7 @@ class _Worker:
     process: multiprocessing.process.BaseProcess
     pipe: connections.Connection
     cell: Cell | None = None
+    card: str | None = None
 
 
 class LocalLauncher:
@@ -48,14 +49,21 @@ class LocalLauncher:
         threads: CPU threads of each worker, set before it starts; None leaves the environment as it is.
         retries: how often a cell is tried again when its worker died (killed by the system, a crash in native code).
         function: 'module:function' that runs a cell.
+        cards: the CUDA devices to spread workers over, each a value of CUDA_VISIBLE_DEVICES; none leaves it as it is.
     """
 
     def __init__(
-        self, workers: int, threads: int | None = None, retries: int = 1, function: str = CELL_FUNCTION
+        self,
+        workers: int,
+        threads: int | None = None,
+        retries: int = 1,
+        function: str = CELL_FUNCTION,
+        cards: Sequence[str] = (),
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers={workers}: at least one")
         self.workers, self.threads, self.retries, self.function = workers, threads, retries, function
+        self.cards = cards
 
     def run(self, cells: Sequence[Cell], folder: Path, on_event: Callable[[Event], None]) -> None:
         """Run all cells. On KeyboardInterrupt the workers are ended and it passes on; cells resume in a later run."""
@@ -90,20 +98,22 @@ class LocalLauncher:
             if idle is None and len(pool) >= self.workers:
                 return
             if idle is None:
-                idle = self._start()
+                idle = self._start(pool)
                 pool.append(idle)
             idle.cell = waiting.popleft()
             on_event(Event("start", idle.cell.name))
             with contextlib.suppress(OSError):  # it has just died: `_ready` will say so
                 worker.send_cell(idle.pipe, idle.cell, folder / idle.cell.name)
 
-    def _start(self) -> _Worker:
+    def _start(self, pool: Sequence[_Worker]) -> _Worker:
+        """A new worker, on the card that has the fewest."""
+        card = min(self.cards, key=[member.card for member in pool].count, default=None)
         ours, theirs = SPAWN.Pipe()
         process = SPAWN.Process(target=worker.main, args=(theirs, self.function), name="ablate-worker", daemon=False)
-        with _environment(worker_environment(self.threads)), _interrupts_ignored():
+        with _environment(worker_environment(self.threads, card)), _interrupts_ignored():
             process.start()
         theirs.close()
-        return _Worker(process, ours)
+        return _Worker(process, ours, card=card)
 
     def _ready(self, pool: list[_Worker]) -> list[_Worker]:
         handles = [handle for member in pool for handle in (member.pipe, member.process.sentinel)]
@@ -164,12 +174,12 @@ def _last_words(path: Path) -> str:
     return "\n".join(lines[-LOG_LINES:])
 
 
-def worker_environment(threads: int | None) -> dict[str, str]:
+def worker_environment(threads: int | None, card: str | None = None) -> dict[str, str]:
     """Variables that a worker needs from its start; those a user has set stay, unless `threads` was asked for."""
     wanted = {"TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "false")}
     if threads is not None:
         wanted |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return wanted
+    return wanted | ({} if card is None else {"CUDA_VISIBLE_DEVICES": card})
 
 
 @contextlib.contextmanager

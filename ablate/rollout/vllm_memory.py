@@ -126,8 +126,10 @@ def plan(
         "enforce_eager": device.type != "cuda",
     }
     if device.type == "cuda":
-        # Start-up refuses where less than this share of the card is free, though the KV cache has its own size.
-        options["gpu_memory_utilization"] = round(max(0.01, min(0.95, 0.95 * free / total)), 3)
+        # Start-up refuses where less than this share of the card is free, though the KV cache has its own size. What is
+        # needed and no more: engines that start side by side take memory from each other in the meantime.
+        share = min(weights + kv + sampler + SLACK, 0.95 * free) / total
+        options["gpu_memory_utilization"] = round(max(0.01, min(0.95, share)), 3)
         options["enable_sleep_mode"] = True
     if device.type == "cuda" and not given.get("enforce_eager"):
         # A graph for each decode size and nothing compiled: most of a rollout is decode, and start-up is much shorter.

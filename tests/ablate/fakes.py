@@ -42,6 +42,7 @@ def run_cell(cell: Any, directory: Any, on_step: Any) -> dict[str, Any]:
     print(f"training {cell.name}", flush=True)
     machine = json.loads(os.environ.get("FAKE_ENV", "{}"))
     directory.write_env({"python": "3", "pid": os.getpid(), "omp": os.environ.get("OMP_NUM_THREADS"), **machine})
+    (directory.path / "card").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
     found = directory.latest_checkpoint()
     start, value = 0, float(cell.seed)
     if found:

@@ -39,6 +39,9 @@ def test_no_git_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     provenance.git.cache_clear()
     assert provenance.git() == {"sha": None, "dirty": None}
     provenance.git.cache_clear()
+    monkeypatch.setenv("GIT_COMMIT", "abc")  # a copy without .git says so
+    assert provenance.git() == {"sha": "abc", "dirty": None}
+    provenance.git.cache_clear()
 
 
 def test_a_machine_is_told_apart_without_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

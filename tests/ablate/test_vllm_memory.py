@@ -42,7 +42,9 @@ def test_kv_cache_is_what_the_rollout_needs_and_no_more_than_there_is() -> None:
     assert tight["kv_cache_memory_bytes"] < 24 * GIB - 2 * PARAMETERS
     assert memory.rows_per_call(tight, tight["kv_cache_memory_bytes"] // per_token, 1024) < 64
     assert memory.rows_per_call(roomy, roomy["kv_cache_memory_bytes"] // per_token, 1024) == 64
-    assert roomy["gpu_memory_utilization"] <= 138 / 140
+    share = roomy["gpu_memory_utilization"]  # room for this engine, and for another that starts beside it
+    assert (roomy["kv_cache_memory_bytes"] + 2 * PARAMETERS) / (140 * GIB) < share < 0.5
+    assert tight["gpu_memory_utilization"] < 24 / 140
     assert plan(24, reserve=3 * GIB)["kv_cache_memory_bytes"] < tight["kv_cache_memory_bytes"]
 
 

@@ -19,7 +19,7 @@ cd "$(dirname "$0")/../../.." || exit 2
 python=${PYTHON:-python}
 limit=(--limit "${LIMIT:-40}")
 site=(${UNSLOTH_SITE:+--site "unsloth=$UNSLOTH_SITE"})
-export PYTHONUNBUFFERED=1 LOSSES_COMMIT=${LOSSES_COMMIT:-$(git rev-parse HEAD 2>/dev/null)}
+export PYTHONUNBUFFERED=1 GIT_COMMIT=${GIT_COMMIT:-$(git rev-parse HEAD 2>/dev/null)}
 SECONDS=0
 
 run() { # NAME MOST COMMAND...: a step's command for at most MOST seconds
