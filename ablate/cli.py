@@ -109,7 +109,8 @@ def _print_plan(config: configs.Config, full: bool) -> None:
     type=click.Path(file_okay=False, path_type=Path),
     help="Instead, copy the finished runs there, small: without rollouts and checkpoints, metrics compressed.",
 )
-def report(what: Sequence[str], pages: Sequence[Path], committed: bool, pack: Path | None) -> None:
+@click.option("--rollouts", is_flag=True, help="With --pack: the stored completions too.")
+def report(what: Sequence[str], pages: Sequence[Path], committed: bool, pack: Path | None, rollouts: bool) -> None:
     """Write tables, curves and report.html again, from run files alone.
 
     FOLDER is an experiment's folder, such as runs/default; without one it is that of experiment= and out=.
@@ -122,6 +123,8 @@ def report(what: Sequence[str], pages: Sequence[Path], committed: bool, pack: Pa
         raise ConfigError(f"{given[0]}: a {'folder' if folders else 'page'} was given, so keys have no effect")
     if committed and (what or pages or pack):
         raise ConfigError("--committed takes neither folders, keys, --page nor --pack")
+    if rollouts and not pack:
+        raise ConfigError("--rollouts says what --pack copies; give --pack FOLDER too")
     if pack and pages:
         raise ConfigError("--pack and --page are two different things: run report twice")
     if committed or pages:
@@ -134,18 +137,18 @@ def report(what: Sequence[str], pages: Sequence[Path], committed: bool, pack: Pa
         if not folder.is_dir():
             raise ConfigError(f"{folder}: there are no runs; `python -m ablate run` makes them")
     if pack:
-        _pack(folders, pack)
+        _pack(folders, pack, rollouts)
         return
     if not all([runner.report(folder, console) for folder in folders]):
         sys.exit(runner.FAILED)
 
 
-def _pack(folders: Sequence[Path], target: Path) -> None:
+def _pack(folders: Sequence[Path], target: Path, rollouts: bool) -> None:
     from analysis.pack import pack
 
     try:
         for folder in folders:
-            click.echo(f"{folder}: {len(pack(folder, target))} runs packed into {target}")
+            click.echo(f"{folder}: {len(pack(folder, target, rollouts=rollouts))} runs packed into {target}")
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
 

@@ -115,7 +115,7 @@ def repeat_table(runs: Runs) -> Table:
 
 def _repeat(runs: Runs, environments: list[dict[str, Any]]) -> Iterable[tuple[str, str]]:
     sessions = [s for e in environments for s in (e.get("sessions") or [e]) if isinstance(s, dict)]
-    yield "command", _each(s.get("command") for s in sessions)
+    yield "command", _each(_without_out(s.get("command")) for s in sessions)
     yield "commit", _each(_commit(e) for e in environments)
     yield "Python", _each(e.get("python") for e in environments)
     yield "packages", _each(_packages(e) for e in environments)
@@ -158,6 +158,11 @@ def _covered(spans: list[tuple[datetime, datetime]]) -> float:
         total += max(0.0, (stop - start).total_seconds())
         end = stop if end is None else max(end, stop)
     return total
+
+
+def _without_out(command: Any) -> str:
+    """A command without its out=FOLDER, which decides no number."""
+    return " ".join(word for word in str(command or "").split(" ") if not word.startswith("out="))
 
 
 def _each(values: Iterable[Any], most: int = 8) -> str:

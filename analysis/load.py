@@ -157,6 +157,14 @@ def load_rollouts(
         raise RunFileError(files[-1], None, f"not a readable parquet file ({error})") from error
 
 
+def stored_steps(directory: Path, cell: str) -> list[int]:
+    """The optimizer steps whose completions a cell stores."""
+    return [
+        int(path.stem.removeprefix("step-"))
+        for path in sorted((directory / cell / schema.ROLLOUTS_DIR).glob("step-*.parquet"))
+    ]
+
+
 def _nearest(directory: Path) -> str:
     if not directory.parent.is_dir():
         return f"; its parent {str(directory.parent)!r} does not exist either"

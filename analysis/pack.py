@@ -1,4 +1,4 @@
-"""Packs an experiment's finished runs for keeping: what the report needs, without rollouts, checkpoints and logs."""
+"""Packs an experiment's finished runs for keeping: what the report needs, without checkpoints, policies and logs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from analysis.render import write_kept
 WHOLE = (schema.CONFIG_FILE, schema.ENV_FILE, schema.EVAL_FILE)
 
 
-def pack(folder: Path, target: Path) -> list[Path]:
+def pack(folder: Path, target: Path, *, rollouts: bool = False) -> list[Path]:
     """Copies the finished cells of `folder` into `target` and writes the report's table and curves there.
 
-    metrics.jsonl is compressed (metrics.jsonl.gz, the same bytes for the same rows); a stored replay.json comes along.
+    metrics.jsonl is compressed (metrics.jsonl.gz, the same bytes for the same rows); a stored replay.json comes along,
+    and with `rollouts` the stored completions (not the policies that drew them).
     Cells that `target` already holds under other names stay, so that parts of a sweep can be packed one after the
     other. Returns the folders of the cells. Nothing is written and ValueError is raised where there is no finished
     cell, where one is damaged, where `target` is or lies in `folder`, or holds another run under a cell's name.
@@ -44,6 +45,8 @@ def pack(folder: Path, target: Path) -> list[Path]:
                 write_atomic(place / name, (cell / name).read_bytes())
         rows = read_bytes(cell / schema.METRICS_FILE)
         write_atomic(place / f"{schema.METRICS_FILE}{PACKED}", gzip.compress(rows, 9, mtime=0))
+        for stored in sorted(cell.glob(f"{schema.ROLLOUTS_DIR}/*.parquet")) if rollouts else ():
+            write_atomic(target / stored.relative_to(folder), stored.read_bytes())
         for replay in cell.glob(f"{schema.REPLAY_DIR}/*/{schema.REPLAY_FILE}"):
             read_json(replay)
             write_atomic(target / replay.relative_to(folder), replay.read_bytes())

@@ -31,7 +31,7 @@ from analysis.style import OTHER, PARTS, RC, Style, styles
 
 PANEL = (3.35, 2.45)  # inches
 WRAP = 4  # panels in a row
-NOTEBOOK_DPI, NOTEBOOK_PIXELS, NOTEBOOK_COLORS = 100, 900, 96  # at most so many pixels wide
+NOTEBOOK_DPI, NOTEBOOK_PIXELS, NOTEBOOK_COLORS = 100, 800, 64  # at most so many pixels wide
 _EXACT = dict(zip(schema.EXACT_KL, ("exact KL to the start (nats per token)", "exact forward KL (nats per token)"),
                   strict=True))  # fmt: skip
 

@@ -11,9 +11,11 @@ import pandas as pd
 
 from analysis.files import Problem, RunFileError
 from analysis.formats import Table
-from analysis.load import Runs, load_rollouts, place
+from analysis.load import Runs, load_rollouts, place, stored_steps
 
 COLUMNS = ["step", "group", "sample", "prompt", "completion", "rewards", "advantage"]
+# Of `matching`, for the task `sums`: sums of three numbers whose solution takes both steps, each an equation.
+BOTH_STEPS = ("=.*=", r"What is \d+ [-+] \d+ [-+] \d+\?[^?]*$")
 LONGEST = 1200  # characters of a prompt or completion that are shown
 
 
@@ -82,6 +84,44 @@ def table(runs: Runs, *, groups: int = 1, per_group: int = 4) -> Table:
         frame=pd.DataFrame(rows, columns=list(headers)),
         breaks=tuple(i for i in range(1, len(rows)) if rows[i][:2] != rows[i - 1][:2]),
         notes=tuple(str(problem) for problem in problems) or ("first groups of the last stored step, one seed each",),
+    )
+
+
+def matching(runs: Runs, completion: str, prompt: str = "") -> Table:
+    """Share of the stored completions in which a regular expression is found, by variant, grid point and step.
+
+    prompt: only completions whose prompt has this regular expression in it. All seeds of finished runs count together;
+    a damaged file raises RunFileError.
+    """
+    found = []
+    for cell in runs.done.itertuples():
+        for step in stored_steps(runs.directory, cell.cell):
+            frame = load_rollouts(runs.directory, cell.cell, step, columns=["prompt", "completion"])
+            asked = frame[frame["prompt"].str.contains(prompt)]["completion"]
+            found += [(cell.variant, cell.point, step, bool(hit)) for hit in asked.str.contains(completion)]
+    drawn = pd.DataFrame(found, columns=["variant", "point", "step", "share"])
+    shares = drawn.groupby(["variant", "point", "step"], sort=False)["share"].agg(["size", "mean"])
+    steps = sorted(drawn["step"].unique())
+    rows, records = [], []
+    for point, coordinates in runs.points.items():
+        for variant in (v for v in runs.variants if (v, point) in shares.index.droplevel("step")):
+            here = shares.loc[variant, point]
+            rows.append(
+                (variant, *map(str, coordinates.values()), *(_number(here["mean"].get(step)) for step in steps))
+            )
+            records += [
+                {"variant": variant, **coordinates, "step": step, "n": int(part["size"]), "share": float(part["mean"])}
+                for step, part in here.iterrows()
+            ]
+    headers = ("variant", *runs.axes, *(f"step {step}" for step in steps))
+    return Table(
+        name="matching",
+        title=f"Share of completions with {completion}" + (f", of prompts with {prompt}" if prompt else ""),
+        headers=headers,
+        rows=tuple(rows),
+        align="l" + "r" * (len(headers) - 1),
+        frame=pd.DataFrame(records, columns=["variant", *runs.axes, "step", "n", "share"]),
+        notes=("stored completions of all seeds together",),
     )
 
 

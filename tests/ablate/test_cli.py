@@ -142,6 +142,7 @@ def test_pages_are_written_or_refused(root: Path, tmp_path: Path, monkeypatch: p
         ["--committed", "--page", "README.md"],
         ["--page", "README.md", "seeds=1"],
         ["--page", "missing.md"],
+        ["experiments/results/some", "--rollouts"],
     ):
         assert isinstance(invoke("report", *arguments).exception, ConfigError), arguments
 

@@ -10,6 +10,7 @@ import pytest
 from ablate import schema
 from analysis import costs, stats, tables
 from analysis.embed import block
+from analysis.formats import MISSING
 from analysis.load import load
 from tests.analysis import make_fixture
 
@@ -28,6 +29,19 @@ def test_times_with_and_without_the_newer_columns(demo: Path, partial: Path, poi
     assert (shown(gpu)["GPU busy"], shown(gpu)["card MiB"], shown(gpu)["s/run"]) == ("61 %", "32768", "90.0")
     assert shown(new)["peak MiB"] == "512" and any("memory of the process" in note for note in new.notes)
     assert any("device's allocator" in note for note in gpu.notes)
+
+
+def test_a_step_too_short_for_a_sample_of_the_gpu_is_left_out(points: Path, tmp_path: Path) -> None:
+    target = Path(shutil.copytree(points, tmp_path / "points"))
+    for path in target.glob(f"*/{schema.METRICS_FILE}"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            if path.parent.name.endswith("bf16") or (path.parent.name.endswith("fp32") and row["step"] % 3):
+                del row[schema.GPU_BUSY]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = costs.timing_table(load(target))
+    busy = {row[1]: dict(zip(table.headers, row, strict=True))["GPU busy"] for row in table.rows}
+    assert busy == {"fp32": "61 %", "bf16": MISSING, "fp8_head": "61 %"}
 
 
 def test_a_row_is_the_median_without_the_first_step(demo: Path) -> None:

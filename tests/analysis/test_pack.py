@@ -11,7 +11,7 @@ import pytest
 from ablate import schema
 from ablate.errors import RunFileError
 from ablate.rundir import CellDir
-from analysis import files, load, tables
+from analysis import files, load, samples, tables
 from analysis.files import PACKED
 from analysis.pack import pack
 
@@ -54,6 +54,19 @@ def test_again_and_in_parts_gives_the_same_bytes(packed: Path, tmp_path: Path) -
         for path in (path for path in cell.rglob("*") if path.is_file()):
             assert path.read_bytes() == (again / path.relative_to(packed)).read_bytes(), path
     assert size(again) < size(FIXTURE) / 2
+
+
+def test_completions_come_along_when_asked_for(tmp_path: Path) -> None:
+    pack(FIXTURE, tmp_path / "demo", rollouts=True)
+    stored = sorted(path.relative_to(FIXTURE) for path in FIXTURE.glob(f"*/{schema.ROLLOUTS_DIR}/*.parquet"))
+    assert stored and stored == sorted(p.relative_to(tmp_path / "demo") for p in (tmp_path / "demo").rglob("*.parquet"))
+    before, after = load.load(FIXTURE), load.load(tmp_path / "demo")
+    share = samples.matching(after, "^82$", r"^43\+38=")
+    assert share.rows == samples.matching(before, "^82$", r"^43\+38=").rows
+    row = share.frame.set_index(["variant", "beta"]).loc[("full_reverse_kl", 0.04)]
+    assert (row["step"], row["n"], row["share"]) == (20, 4, 0.75)  # of 81, 82, 82, 82
+    nothing = samples.matching(after, "^8", "nothing like it")
+    assert len(nothing.frame) == len(nothing.rows) == 0
 
 
 def test_what_cannot_be_packed_is_said(packed: Path, tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """The committed results: every number in a page is what the committed run files give."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from analysis import embed
-from analysis.load import load
+from analysis import embed, samples
+from analysis.load import committed, load
 from analysis.render import gather
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +36,55 @@ def test_tables_are_made_again_from_the_run_files(folder: Path) -> None:
     assert gather(runs).markdown() == (folder / "report" / "table.md").read_text(), (
         "python -m ablate report --committed"
     )
+
+
+def test_the_log_says_which_completions_take_both_steps() -> None:
+    log = PAGES[1].read_text(encoding="utf-8")
+    table = samples.matching(load(committed("founding")), *samples.BOTH_STEPS)
+    assert table.markdown(notes=False) in log and len(table.rows) == 4
+    shares = table.frame.set_index(["variant", "step"])["share"]
+    readme = PAGES[0].read_text(encoding="utf-8")
+    for variant in ("reference", "full_reverse_kl", "forward_kl"):
+        for step in (51, 251):
+            assert f"{100 * shares[variant, step]:.0f}%" in readme
+
+
+def measured(folder: str, file: str) -> dict:
+    return json.loads((ROOT / "experiments" / "results" / folder / f"{file}.json").read_text())
+
+
+def test_the_readme_says_what_was_measured_on_a_gpu() -> None:
+    """Each cell of its table of kernels and rollouts, against the raw files."""
+    readme = PAGES[0].read_text(encoding="utf-8")
+    table = [line for line in readme.splitlines() if line.startswith("| ")]
+
+    def cells(start: str) -> list[str]:
+        (line,) = (line for line in table if line.startswith(f"| {start}"))
+        return [cell.strip().replace("*", "") for cell in line.strip("|").split("|")][1:]
+
+    def ratio(row: dict) -> str:
+        return f"{row['wall_over_floor']:.2f}"
+
+    def gib(row: dict, gradients: int) -> float:
+        return (row["peak_extra_bytes"] + gradients) / 2**30
+
+    names, hidden, weight = ("triton", "unsloth", "trl", "full"), 2 * 16384 * 4096, 2 * 4096 * 128256
+    frozen, train = ({row["row"]: row for row in measured("kernels", name)["rows"]} for name in ("frozen", "train"))
+    fp8 = ratio(frozen["triton-fp8"])
+    assert cells("LM head + loss") == [
+        f"{ratio(frozen['triton'])} (fp8: {fp8})",
+        *(ratio(frozen[n]) for n in names[1:]),
+    ]
+    assert cells("the same, trained head") == [ratio(train[name]) for name in names]
+    memory = [(gib(frozen[name], hidden), gib(train[name], hidden + weight)) for name in names]
+    assert cells("memory") == [f"{a:.2f} / {b:.1f}" if a < 10 else f"{a:.1f} / {b:.1f}" for a, b in memory]
+    errors = [f"{frozen[name]['errors']['d_hidden'][0]:.1e}".replace("e-0", "e-") for name in names]
+    assert cells("error of d hidden") == errors
+    kl = {row["row"]: row for row in measured("kernels", "exact_kl")["rows"] if row["direction"] == "reverse"}
+    assert cells("exact reverse KL") == [ratio(kl["triton"]), "", ratio(kl["trl"]), ""]
+    ours, stock = measured("rollout/h200", "small")["triton"], measured("rollout/h200", "stock")
+    step = ours["step_seconds_median"] / stock["step_seconds_median"]
+    assert cells("step of SmolLM2") == [f"{step:.2f}", "", "1", ""]
 
 
 def test_a_number_typed_by_hand_is_found(tmp_path: Path) -> None:
