@@ -7,8 +7,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ablate import keys, resolve, status
 from ablate.errors import ConfigError
 from ablate.rollout import Engine
@@ -30,6 +28,7 @@ def start(config: Config, loaded: Any, args: Any, prompts: list[Any]) -> tuple[A
     """
     if resolve.rollout(config.rollout, config.device).name != "vllm":
         return loaded.build(), None
+    check_dtype(config)
     from ablate.rollout import vllm_live
     from ablate.rollout.vllm_share import CannotShare
 
@@ -52,6 +51,7 @@ def _size(model: Any) -> str:
 
 def vllm_spec(config: Config, loaded: Any, args: Any, prompts: list[Any]) -> Spec:
     """What a cell needs of a vLLM engine."""
+    import torch
     from transformers import AutoConfig
 
     from ablate.rollout import vllm_memory, vllm_sync
@@ -107,6 +107,17 @@ def _rank(config: Config) -> int:
         return 0
     patterns = config.peft.get("rank_pattern") or {}
     return max([int(config.peft.get("r", 16)), *map(int, patterns.values())])
+
+
+def check_dtype(config: Config) -> None:
+    """Raise ConfigError where vLLM would have to apply an adapter in float32 on CUDA: its kernels there take 16 bit."""
+    if not config.train.lora or config.train.dtype != "float32" or resolve.device(config.device).name == "cpu":
+        return
+    if resolve.rollout(config.rollout, config.device).name == "vllm":
+        raise ConfigError(
+            f"train.dtype=float32: with rollout={config.rollout} vLLM draws here, which applies adapters (train.lora) "
+            "on CUDA in 16 bit only; say train.dtype=bfloat16 or float16, or rollout=transformers"
+        )
 
 
 def check_quantization(config: Config, stored: str | None = None) -> str | None:

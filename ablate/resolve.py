@@ -20,6 +20,7 @@ from ablate.errors import ConfigError, unknown
 if TYPE_CHECKING:
     from ablate.config import Config
 
+CARD = "ABLATE_CARD"  # environment variable of a worker that sees one CUDA device of several: that one's number
 WORKER_BYTES = 2 << 30  # host memory that one worker is assumed to take: torch, TRL and a small model
 
 
@@ -42,7 +43,10 @@ def cuda_devices() -> int:
 
 
 def device(asked: str) -> Choice:
-    """The device of `device=`. Raises ConfigError where a CUDA device that is not there is asked for."""
+    """The device of `device=`. Raises ConfigError where a CUDA device that is not there is asked for.
+
+    In a worker to which `cards` shows one device alone, that device's `cuda:N` is `cuda`.
+    """
     count = 0 if asked == "cpu" else cuda_devices()
     if asked == "auto":
         return Choice("cuda", f"{count} CUDA device(s)") if count else Choice("cpu", "no CUDA device")
@@ -52,6 +56,8 @@ def device(asked: str) -> Choice:
             raise ConfigError(
                 f"device={asked}: there is no CUDA device that torch can use; say device=cpu or device=auto"
             )
+        if os.environ.get(CARD) == str(index):
+            return Choice("cuda", f"{asked}, the only one that this process sees")
         if index >= count:
             raise ConfigError(f"device={asked}: there are {count} CUDA devices, counted from 0")
     return Choice(asked, "asked for")
@@ -118,20 +124,40 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cards(asked: str) -> list[str]:
-    """The CUDA devices that worker processes take turns on, each a value of CUDA_VISIBLE_DEVICES for one of them.
+def cards(asked: str) -> list[dict[str, str]]:
+    """The CUDA devices of `device=` for worker processes to take turns on; of each, the variables that show it alone.
 
-    Empty where there is only one, or where `device=cuda:N` names one.
+    `cuda:N` is one device, `auto` and `cuda` are all. Empty on a CPU, and where there is no second device to be hidden.
+    Raises ConfigError as `device` does.
     """
-    count = cuda_devices() if asked in ("auto", "cuda") else 0
+    count = 0 if asked == "cpu" else cuda_devices()
     if count < 2:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [name.strip() for name in visible.split(",")][:count] if visible else [str(n) for n in range(count)]
+    names = [name.strip() for name in visible.split(",")] if visible else [str(n) for n in range(count)]
+    index = device(asked).name.partition(":")[2]
+    numbers = [int(index)] if index else range(count)
+    return [{"CUDA_VISIBLE_DEVICES": names[n], CARD: str(n)} for n in numbers]
+
+
+def devices(config: Config) -> list[str]:
+    """Every `device=` that a cell of the config has."""
+    own = [point.get("device", config.device) for point in config.points.values()]
+    return config.grid.get("device", own or [config.device])
 
 
 def jobs(config: Config, cells: int) -> int:
-    """Cells side by side: `jobs=auto` is one per core for the tiny model on a CPU, as memory allows; one per GPU."""
+    """Cells side by side: `jobs=auto` is one per core for the tiny model on a CPU, as memory allows; one per GPU.
+
+    Raises ConfigError for `jobs=0` where this process sees several CUDA devices: TRL trains on one per process, and
+    CUDA has counted them by now.
+    """
+    if config.jobs == 0 and (several := [card for asked in devices(config) for card in cards(asked)]):
+        raise ConfigError(
+            f"jobs=0: this process sees {cuda_devices()} CUDA devices, and cells train on one; start it with "
+            f"CUDA_VISIBLE_DEVICES={several[0]['CUDA_VISIBLE_DEVICES']} in the environment and device=auto, or say "
+            "jobs=1"
+        )
     if isinstance(config.jobs, int):
         return min(config.jobs, cells)
     if not is_tiny(config) or device(config.device).name != "cpu":

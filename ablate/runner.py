@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ablate import config as configs
-from ablate import files, plan, resolve, rundir, schema, tracking
+from ablate import engines, files, plan, resolve, rundir, schema, tracking
 from ablate.config import Config
 from ablate.errors import ConfigError, RunFileError
 from ablate.launchers import CELL_FUNCTION, Launcher
@@ -99,7 +100,8 @@ def run(config: Config, *, console: Console | None = None, function: str = CELL_
         function: 'module:function' that trains one cell, see `ablate.launchers.RunCell`.
 
     Returns an exit code: 0, 1 where a cell failed, 130 after Ctrl-C. Raises ConfigError where the run is refused before
-    anything is computed: cells of another config in the way, a folder that cannot be written.
+    anything is computed: cells of another config in the way, a folder that cannot be written, an engine that cannot
+    serve a cell.
     """
     console = console or make_console()
     folder = experiment_folder(config)
@@ -112,16 +114,18 @@ def run(config: Config, *, console: Console | None = None, function: str = CELL_
         raise ConfigError(f"out={config.out}: {folder} cannot be written ({reason}); say out=ANOTHER_FOLDER") from error
 
     todo = [item.cell for item in planned if item.state != "done"]
-    workers = resolve.jobs(config, max(len(todo), 1))
-    launcher = make_launcher(config, workers, function)
+    for cell in todo:
+        engines.check_dtype(cell.config)
+    workers = resolve.jobs(config, len(todo)) if todo else 1
+    launches = list(make_launchers(config, todo, workers, function))
     console.print(f"{config.experiment}: {counts(planned)} in {folder}", highlight=False, soft_wrap=True)
     if todo:
         console.print(choices(config, workers), highlight=False, soft_wrap=True)
     board = Board(console, len(planned), finished=len(planned) - len(todo))
     try:
         with board.live():
-            if todo:
-                launcher.run(todo, folder, board)
+            for launcher, cells in launches:
+                launcher.run(cells, folder, board)
     except KeyboardInterrupt:
         console.print("interrupted: run the same command again to go on from the last checkpoints", highlight=False)
         return INTERRUPTED
@@ -150,12 +154,26 @@ def run(config: Config, *, console: Console | None = None, function: str = CELL_
     return FAILED if board.failed or not reported else OK
 
 
-def make_launcher(config: Config, workers: int, function: str) -> Launcher:
-    """The launcher of `jobs=`: worker processes, spread over the CUDA devices, or this process for jobs=0."""
+def make_launchers(
+    config: Config, todo: Sequence[Cell], workers: int, function: str
+) -> Iterator[tuple[Launcher, list[Cell]]]:
+    """The launcher of `jobs=` with its cells: worker processes, spread over the CUDA devices, or this process for 0.
+
+    Several, to run one after the other, where cells name different ones of the machine's CUDA devices.
+    """
     if workers == 0:
-        return InProcess(function)
-    threads, cards = resolve.threads(config, workers), resolve.cards(config.device)
-    return LocalLauncher(workers, threads, config.retries, function, cards)
+        yield InProcess(function), list(todo)
+        return
+    threads = resolve.threads(config, workers)
+    cards = {device: resolve.cards(device) for device in dict.fromkeys(cell.config.device for cell in todo)}
+    groups: list[list[dict[str, str]]] = []
+    for chosen in cards.values():
+        if chosen not in groups:
+            groups.append(chosen)
+    for chosen in groups:
+        cells = [cell for cell in todo if cards[cell.config.device] == chosen]
+        beside = min(workers, len(chosen)) if config.jobs == "auto" and chosen else workers
+        yield LocalLauncher(beside, threads, config.retries, function, chosen), cells
 
 
 def choices(config: Config, workers: int) -> str:

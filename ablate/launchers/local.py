@@ -9,7 +9,7 @@ import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import connection as connections
 from pathlib import Path
 
@@ -39,7 +39,7 @@ class _Worker:
     process: multiprocessing.process.BaseProcess
     pipe: connections.Connection
     cell: Cell | None = None
-    card: str | None = None
+    card: Mapping[str, str] = field(default_factory=dict)
 
 
 class LocalLauncher:
@@ -49,7 +49,7 @@ class LocalLauncher:
         threads: CPU threads of each worker, set before it starts; None leaves the environment as it is.
         retries: how often a cell is tried again when its worker died (killed by the system, a crash in native code).
         function: 'module:function' that runs a cell.
-        cards: the CUDA devices to spread workers over, each a value of CUDA_VISIBLE_DEVICES; none leaves it as it is.
+        cards: the CUDA devices to spread workers over, see `resolve.cards`; none leaves the environment as it is.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LocalLauncher:
         threads: int | None = None,
         retries: int = 1,
         function: str = CELL_FUNCTION,
-        cards: Sequence[str] = (),
+        cards: Sequence[Mapping[str, str]] = (),
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers={workers}: at least one")
@@ -107,10 +107,10 @@ class LocalLauncher:
 
     def _start(self, pool: Sequence[_Worker]) -> _Worker:
         """A new worker, on the card that has the fewest."""
-        card = min(self.cards, key=[member.card for member in pool].count, default=None)
+        card = min(self.cards, key=[member.card for member in pool].count, default={})
         ours, theirs = SPAWN.Pipe()
         process = SPAWN.Process(target=worker.main, args=(theirs, self.function), name="ablate-worker", daemon=False)
-        with _environment(worker_environment(self.threads, card)), _interrupts_ignored():
+        with _environment({**worker_environment(self.threads), **card}), _interrupts_ignored():
             process.start()
         theirs.close()
         return _Worker(process, ours, card=card)
@@ -174,12 +174,12 @@ def _last_words(path: Path) -> str:
     return "\n".join(lines[-LOG_LINES:])
 
 
-def worker_environment(threads: int | None, card: str | None = None) -> dict[str, str]:
+def worker_environment(threads: int | None) -> dict[str, str]:
     """Variables that a worker needs from its start; those a user has set stay, unless `threads` was asked for."""
     wanted = {"TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "false")}
     if threads is not None:
         wanted |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return wanted | ({} if card is None else {"CUDA_VISIBLE_DEVICES": card})
+    return wanted
 
 
 @contextlib.contextmanager

@@ -39,7 +39,15 @@ REFUSED = {
 
 
 class EngineError(RuntimeError):
-    """vLLM could not start, ran out of memory or stopped in the middle; the message is its own."""
+    """vLLM could not start, ran out of memory or stopped in the middle; the message is its own.
+
+    Where the exception that it was raised from has no words, as of a bare assert, the line that raised it is given.
+    """
+
+    def __str__(self) -> str:
+        text, cause = super().__str__(), self.__cause__
+        frames = traceback.extract_tb(cause.__traceback__) if cause is not None and not str(cause) else []
+        return f"{text}{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else text
 
 
 @dataclass(frozen=True)

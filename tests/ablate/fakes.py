@@ -13,6 +13,9 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from ablate import resolve
 
 STEPS = 12
 CHECKPOINT_EVERY = 4
@@ -42,7 +45,10 @@ def run_cell(cell: Any, directory: Any, on_step: Any) -> dict[str, Any]:
     print(f"training {cell.name}", flush=True)
     machine = json.loads(os.environ.get("FAKE_ENV", "{}"))
     directory.write_env({"python": "3", "pid": os.getpid(), "omp": os.environ.get("OMP_NUM_THREADS"), **machine})
-    (directory.path / "card").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "none"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "none")
+    (directory.path / "card").write_text(visible)
+    with mock.patch.object(resolve, "cuda_devices", lambda: 0 if visible == "none" else visible.count(",") + 1):
+        (directory.path / "device").write_text(resolve.device(cell.config.device).name)
     found = directory.latest_checkpoint()
     start, value = 0, float(cell.seed)
     if found:

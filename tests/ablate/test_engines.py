@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ablate import config as configs
-from ablate import engines
+from ablate import engines, resolve
 from ablate.config import ConfigError
+from ablate.rollout import vllm_live, vllm_memory
 
 
 @pytest.mark.parametrize(
@@ -50,6 +55,62 @@ def test_a_4_bit_engine_that_would_not_work_is_refused_with_the_way_out(override
 def test_an_engine_without_quantisation_needs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert engines.check_quantization(config("train.lora=false", "train.dtype=float32")) is None
+
+
+@pytest.fixture
+def vllm_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name == "vllm" or find(name, *rest))
+    monkeypatch.setattr(resolve, "cuda_devices", lambda: 1)
+
+
+@pytest.mark.parametrize(
+    "overrides", [("rollout=vllm", "device=auto"), ("rollout=auto", "device=auto"), ("rollout=auto", "device=cuda:0")]
+)
+def test_an_adapter_in_float32_on_cuda_is_refused_with_the_way_out(
+    overrides: tuple[str, ...], vllm_is_there: None
+) -> None:
+    asked = config("train.dtype=float32", *overrides)
+    match = rf"train\.dtype=float32: with {overrides[0]} .*train\.dtype=bfloat16 or float16, or rollout=transformers"
+    with pytest.raises(ConfigError, match=match):
+        engines.check_dtype(asked)
+    with pytest.raises(ConfigError, match=match):  # a cell that nobody has checked before
+        engines.start(asked, None, None, [])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("train.dtype=float32", "device=cpu"),
+        ("train.dtype=float32", "rollout=transformers"),
+        ("train.dtype=float32", "train.lora=false"),
+        ("train.dtype=bfloat16",),
+        ("train.dtype=float16",),
+    ],
+)
+def test_what_vllm_can_apply_is_not_refused(overrides: tuple[str, ...], vllm_is_there: None) -> None:
+    engines.check_dtype(config(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", rf"AssertionError: .*{Path(__file__).name}:\d+: raise AssertionError\(words\)$"),
+        ("no", "AssertionError: no$"),
+    ],
+)
+def test_an_engine_that_does_not_start_says_why_or_where(
+    words: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(**arguments: Any) -> None:
+        raise AssertionError(words)
+
+    monkeypatch.setitem(sys.modules, "vllm", types.SimpleNamespace(LLM=start, _custom_ops=types.SimpleNamespace()))
+    monkeypatch.setattr(vllm_live, "environment", lambda device: None)
+    need = vllm_memory.Need(sequences=1, prompt=1, completion=1)
+    spec = vllm_live.Spec(Path("model"), "", torch.float32, torch.device("cpu"), 0, need)
+    with pytest.raises(vllm_live.EngineError, match=f"^vLLM did not start: {told}"):
+        vllm_live._start(spec, {})
 
 
 def config(*overrides: str) -> Any:

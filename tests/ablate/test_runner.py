@@ -251,23 +251,6 @@ def test_threads_of_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "OMP_NUM_THREADS" not in os.environ
 
 
-def test_workers_are_spread_over_the_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def taken(out: str, *overrides: str) -> list[str]:
-        # Each of the four cells is long enough for all four workers to be there before the first is through.
-        assert run(tmp_path / out, "jobs=4", "variants=reference", "seeds=4", *overrides)[0] == 0
-        return sorted(path.read_text() for path in (tmp_path / out).rglob("card"))
-
-    monkeypatch.setenv("FAKE_PAUSE", "0.1")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(resolve, "cuda_devices", lambda: 2)
-    assert taken("all") == ["0", "0", "1", "1"]
-    assert taken("named", "device=cuda:1") == taken("cpu", "device=cpu") == ["none"] * 4
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-7")
-    assert taken("some") == ["5", "5", "GPU-7", "GPU-7"]
-    monkeypatch.setattr(resolve, "cuda_devices", lambda: 1)
-    assert taken("one") == ["5, GPU-7"] * 4
-
-
 def test_jobs() -> None:
     def jobs(*overrides: str, cells: int = 24) -> int:
         return resolve.jobs(config.load(["device=cpu", *overrides], check=False), cells)

@@ -16,6 +16,7 @@ STORED = (
     "train.steps=2",
     "train.rollouts_every=1",
     "train.adapter_every=1",
+    "rollout=transformers",  # vLLM applies adapters on a GPU in 16 bit only
     f"device={DEVICE}",
 )
 

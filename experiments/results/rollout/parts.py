@@ -97,8 +97,6 @@ def train(
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     logs = [row for row in trainer.state.log_history if "loss" in row]
-    groups = ("rollout/", "time/", "memory/", "sampling/", "gpu/", "peak_memory")
-    names = [name for name in logs[-1] if name.startswith(groups)]
     seconds = clock.seconds()
     return {
         "loss_backend": backend,
@@ -106,11 +104,18 @@ def train(
         "tokens": length,
         "step_seconds_median": median(seconds[3:] or seconds),
         "step_seconds": seconds[:40],
-        "medians": {name: median([row[name] for row in logs[3:] or logs]) for name in names},
+        "medians": medians(logs[3:] or logs),
         "direct_adapter_copy": live.adapter is not None and live.adapter.direct,
         "engine": trainer.engine.describe(),
         "used_bytes": clock.used,
     }
+
+
+def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Of each logged figure, over the rows that have it: a step may be too short for a sample of gpu/busy."""
+    groups = ("rollout/", "time/", "memory/", "sampling/", "gpu/", "peak_memory")
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith(groups))
+    return {name: median([row[name] for row in rows if name in row]) for name in names}
 
 
 def attempt(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:

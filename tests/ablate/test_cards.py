@@ -1,0 +1,132 @@
+"""Which CUDA devices a sweep's processes see, and what a card refuses before anything runs; cells are stand-ins."""
+
+import json
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from ablate import config, plan, resolve, runner
+from ablate.errors import ConfigError
+from ablate.launchers.local import LocalLauncher
+
+FUNCTION = "fakes:run_cell"
+BOTH = "5, GPU-7"  # a value of CUDA_VISIBLE_DEVICES
+
+
+@pytest.fixture(autouse=True)
+def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent))  # worker processes get this path as well
+    monkeypatch.delenv("FAKE_CELLS", raising=False)
+    monkeypatch.setattr(runner, "report", lambda folder, console: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(resolve, "cuda_devices", lambda: 2)
+
+
+def load(out: Path, *overrides: str) -> config.Config:
+    return config.load(["variants=reference", "seeds=2", "grid=none", f"out={out}", *overrides], check=False)
+
+
+def run(out: Path, *overrides: str) -> tuple[int, str]:
+    text = StringIO()
+    code = runner.run(load(out, *overrides), console=Console(file=text, width=200), function=FUNCTION)
+    return code, text.getvalue()
+
+
+def test_workers_are_spread_over_the_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(out: str, *overrides: str) -> list[str]:
+        # Each of the four cells is long enough for all four workers to be there before the first is through.
+        assert run(tmp_path / out, "jobs=4", "seeds=4", *overrides)[0] == 0
+        return sorted(path.read_text() for path in (tmp_path / out).rglob("card"))
+
+    monkeypatch.setenv("FAKE_PAUSE", "0.1")
+    assert taken("all") == ["0", "0", "1", "1"]
+    assert taken("cpu", "device=cpu") == ["none"] * 4
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", BOTH)
+    assert taken("some") == ["5", "5", "GPU-7", "GPU-7"]
+    monkeypatch.setattr(resolve, "cuda_devices", lambda: 1)
+    assert taken("one") == [BOTH] * 4
+
+
+def test_a_named_card_is_the_only_one_that_its_workers_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def seen(out: str, *overrides: str) -> list[tuple[str, str, str]]:
+        """Of each cell: device= as its config.json has it, what that was to the worker, the cards that it saw."""
+        assert run(tmp_path / out, *overrides)[0] == 0
+        planned = runner.survey(load(tmp_path / out, *overrides))
+        assert {item.state for item in planned} == {"done"}, "under the hash of the cell that was asked for"
+        folders = [path.parent for path in sorted((tmp_path / out).rglob("config.json"))]
+        stored = [json.loads((folder / "config.json").read_text())["config"]["device"] for folder in folders]
+        files = [((folder / "device").read_text(), (folder / "card").read_text()) for folder in folders]
+        return [(name, *read) for name, read in zip(stored, files, strict=True)]
+
+    assert seen("first", "device=cuda:0", "jobs=2") == [("cuda:0", "cuda", "0")] * 2
+    assert seen("second", "device=cuda:1", "jobs=2") == [("cuda:1", "cuda", "1")] * 2
+    axis = seen("axis", "grid.device=cuda:1,cpu,cuda:0")
+    assert axis == [("cpu", "cpu", "none"), ("cuda:0", "cuda", "0"), ("cuda:1", "cuda", "1")] * 2
+    preset = tmp_path / "own.yaml"
+    preset.write_text("points: {a: {device: 'cuda:1'}, b: {device: cuda}}\n")
+    points = seen("points", f"experiment={preset}", "seeds=1", "jobs=1")
+    assert points == [("cuda:1", "cuda", "1"), ("cuda", "cuda", "0")]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", BOTH)
+    assert seen("renamed", "device=cuda:1") == [("cuda:1", "cuda", "GPU-7")] * 2
+    assert resolve.device("cuda:1").name == "cuda:1", "in this process both are visible"
+    with pytest.raises(ConfigError, match="device=cuda:2: there are 2 CUDA devices"):
+        run(tmp_path / "none", "device=cuda:2")
+    monkeypatch.setattr(resolve, "cuda_devices", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert seen("one", "device=cuda:0") == [("cuda:0", "cuda:0", "3")] * 2
+
+
+def test_jobs_auto_is_one_cell_per_card(tmp_path: Path) -> None:
+    def workers(*overrides: str) -> list[tuple[int, list[str]]]:
+        chosen = load(tmp_path, "seeds=4", *overrides)
+        todo = plan.cells(chosen)
+        made = [one for one, _ in runner.make_launchers(chosen, todo, resolve.jobs(chosen, len(todo)), FUNCTION)]
+        assert all(isinstance(one, LocalLauncher) for one in made)
+        return [(one.workers, [card["CUDA_VISIBLE_DEVICES"] for card in one.cards]) for one in made]
+
+    assert workers() == workers("device=cuda") == [(2, ["0", "1"])]
+    assert workers("device=cuda:1") == [(1, ["1"])]
+    assert workers("device=cuda:1", "jobs=3") == [(3, ["1"])]
+    assert workers("grid.device=cuda:0,cuda:1") == [(1, ["0"]), (1, ["1"])]
+    assert workers("grid.device=auto,cuda") == [(2, ["0", "1"])]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "visible"),
+    [
+        (["device=auto"], "5"),
+        (["device=cuda"], "5"),
+        (["device=cuda:1"], "GPU-7"),
+        (["grid.device=cpu,cuda:1"], "GPU-7"),
+        (["experiment=own.yaml"], "GPU-7"),
+    ],
+)
+def test_this_process_trains_on_one_card_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], visible: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", BOTH)
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text("points: {a: {device: cpu}, b: {device: 'cuda:1'}}\n")
+    with pytest.raises(ConfigError, match=f"jobs=0: .* 2 CUDA devices.*CUDA_VISIBLE_DEVICES={visible} .*jobs=1"):
+        run(tmp_path, "jobs=0", *overrides)
+    assert not list(tmp_path.rglob("config.json"))
+    assert run(tmp_path, "jobs=0", "device=cpu")[0] == 0
+
+
+def test_jobs_0_does_not_matter_where_all_is_done(tmp_path: Path) -> None:
+    run(tmp_path, "jobs=1")
+    code, text = run(tmp_path, "jobs=0")
+    assert code == 0 and "2 done" in text
+
+
+def test_an_adapter_that_vllm_cannot_apply_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "cuda_devices", lambda: 1)
+    monkeypatch.setattr(resolve, "rollout", lambda asked, on="auto": resolve.Choice("vllm", "it is there"))
+    given = ("jobs=0", "grid.train.dtype=bfloat16,float32", "device=cuda")
+    with pytest.raises(ConfigError, match=r"train\.dtype=float32: .*train\.dtype=bfloat16.* rollout=transformers"):
+        run(tmp_path, "train.lora=true", *given)
+    assert not list(tmp_path.rglob("config.json"))
