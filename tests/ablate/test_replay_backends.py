@@ -13,6 +13,7 @@ from rich.console import Console
 import losses
 from ablate import replay, replay_backends
 from ablate.errors import ConfigError
+from ablate.models.tiny import TinySettings, tiny_model, tiny_tokenizer
 from losses.backends import chunked
 from tests.ablate.replaying import by_name, copied, run, train
 
@@ -29,11 +30,12 @@ def test_every_variant_is_the_replays_own(full: Path) -> None:
     assert [row["name"] for row in result["variants"]] == losses.names() == list(expected)
     for row in result["variants"]:
         want = expected[row["name"]]["grad_norm"]
-        for norm in row["grad_norm"].values():
+        for norm in row["grad_norm"]["model"].values():
             assert norm == pytest.approx(want, rel=1e-4, abs=1e-6), row["name"]
         (pair,) = row["pairs"]
         assert pair["backends"] == ["chunked", "reference"]
-        assert pair["relative"] < 1e-5 and pair["log_probs"] < 1e-5
+        assert list(pair["relative"]) == ["model", "hidden", "lm_head_weight"] == list(row["grad_norm"])
+        assert max(pair["relative"].values()) < 1e-5 and pair["log_probs"] < 1e-5
         assert row["loss"]["chunked"] == pytest.approx(row["loss"]["reference"], abs=1e-6)
 
 
@@ -43,16 +45,76 @@ def test_off_policy_with_an_adapter_and_micro_batches(lora: Path) -> None:
     expected = by_name(run(lora, *words))
     assert result["within"] and result["policy"]["off_policy"]
     for row in result["variants"]:
-        assert row["grad_norm"]["chunked"] == pytest.approx(expected[row["name"]]["grad_norm"], rel=1e-4)
+        assert row["grad_norm"]["model"]["chunked"] == pytest.approx(expected[row["name"]]["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision(tmp_path: Path, dtype: str) -> None:
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """A dtype, and an experiment on a random Llama of 30 layers, each of which rounds what the backward passes down."""
+    root = tmp_path_factory.mktemp("deep")
+    tiny_model(TinySettings(layers=30, initializer_range=0.4)).save_pretrained(root / "model")
+    tiny_tokenizer("heldout").save_pretrained(root / "model")
     words = ("train.steps=2", "train.adapter_every=1", "train.rollouts_every=1", "train.lora=true")
-    folder = train(tmp_path, f"train.dtype={dtype}", *words)
-    result = compare(folder, "variants=reference,exact_reverse_kl", "backends=chunked,reference")
-    assert result["within"] and result["limit"] == replay_backends.LIMIT[dtype]
-    assert all(row["grad_norm"]["chunked"] > 0 for row in result["variants"])
+    return request.param, train(root / "runs", f"model={root / 'model'}", f"train.dtype={request.param}", *words)
+
+
+WORDS = ("variants=reference,exact_reverse_kl,gspo", "backends=chunked,reference")
+
+
+def largest(result: dict[str, Any], name: str) -> float:
+    return max(pair["relative"][name] for row in result["variants"] for pair in row["pairs"])
+
+
+def test_right_backends_pass_with_a_deep_model(deep: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype, folder = deep
+    result = compare(folder, *WORDS)
+    limit = replay_backends.LIMIT[dtype]
+    assert result["within"] and result["limit"] == limit
+    assert largest(result, "hidden") < limit / 3
+    if dtype != "float32":
+        assert result["held"] == ["hidden"]
+        assert largest(result, "model") > limit  # of the model's own making
+        return
+    # float32: the whole model's gradient is held to the limit too.
+    between = (largest(result, "hidden") * largest(result, "model")) ** 0.5
+    assert largest(result, "hidden") < between < largest(result, "model")
+    monkeypatch.setitem(replay_backends.LIMIT, dtype, between)
+    assert not compare(folder, *WORDS)["within"]
+
+
+def test_two_percent_of_d_hidden_fail_with_a_deep_model(
+    deep: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = chunked._u
+    monkeypatch.setattr(chunked, "_u", lambda *a: right(*a).mul_(1.02))
+    result = compare(deep[1], *WORDS)
+    assert not result["within"] and not any(row["within"] for row in result["variants"])
+    assert 0.018 < largest(result, "hidden") < 0.022
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_percent_of_a_trained_heads_gradient_fail(
+    tmp_path: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = train(tmp_path, f"train.dtype={dtype}", "train.steps=1", "train.rollouts_every=1", "train.adapter_every=1")
+    assert compare(folder, *WORDS)["within"]
+    right = chunked._add_weight_grad
+    monkeypatch.setattr(chunked, "_add_weight_grad", lambda out, head, ops, c, g: right(out, head, ops, c, g * 1.02))
+    result = compare(folder, *WORDS)
+    assert not any(row["within"] for row in result["variants"])
+    assert largest(result, "hidden") < replay_backends.LIMIT[dtype] and largest(result, "lm_head_weight") > 0.018
+
+
+@pytest.mark.parametrize("lora", ["true", "false"])
+def test_small_float16_gradients_do_not_underflow(tmp_path: Path, lora: str) -> None:
+    """As of a loss that is divided by many tokens: trained weights are in float32, the products are not."""
+    words = ("train.steps=1", "train.rollouts_every=1", "train.adapter_every=1", f"train.lora={lora}")
+    folder = train(tmp_path, "train.dtype=float16", *words)
+    result = compare(folder, "variants=dr_grpo", "max_completion_length=1000000", "backends=chunked,reference")
+    assert result["within"] and 0 < result["variants"][0]["grad_norm"]["model"]["chunked"] < 1e-4
 
 
 def test_files_and_exit_code(full: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,10 +131,16 @@ def test_files_and_exit_code(full: Path, tmp_path: Path, monkeypatch: pytest.Mon
     right = chunked._u
     monkeypatch.setattr(chunked, "_u", lambda *a: right(*a).mul_(1.001))
     # With a trained head the gradients come from the log-probs' backward, which asks the same function.
-    assert replay.main(words, Console(record=True, width=200)) == 1
+    console = Console(record=True, width=200)
+    assert replay.main(words, console) == 1
+    assert "NOT within the limit: reference, gspo." in console.export_text()
     wrong = json.loads((written / "backends.json").read_text())
     assert not wrong["within"]
-    assert all(2e-4 < row["pairs"][0]["relative"] < 2e-3 for row in wrong["variants"])
+    for row in wrong["variants"]:
+        relative = row["pairs"][0]["relative"]
+        assert (
+            not row["within"] and 2e-4 < relative["model"] < 2e-3 and relative["hidden"] == pytest.approx(1e-3, rel=0.1)
+        )
 
 
 @pytest.mark.parametrize(
