@@ -224,7 +224,8 @@ def replay(what: Sequence[str]) -> None:
     drew them (train.rollouts_every, train.adapter_every); step 1 needs no policy.
 
     backends=triton,chunked,reference takes the variants' gradients through each loss backend instead and writes
-    {backends.json, backends.md}: their relative differences; exit code 1 where one is past what the dtype allows.
+    {backends.json, backends.md}: their relative differences; exit code 1 where one is past what the dtype allows. In
+    half precision that is asked of the loss's inputs alone, since the model's own backward rounds at every layer.
     """
     from ablate import replay as replays
 

@@ -74,8 +74,8 @@ def _groups(config: Config) -> dict[str, Callable[[Cell], Any]]:
         found["peft"] = _lora
     if config.sampling.keys() - {"temperature"} or "sampling" in axes:
         found["sampling"] = draw
-    if config.train.load_in_4bit or "train.load_in_4bit" in config.grid:
-        found["train"] = _four_bit
+    if config.train.lora or config.train.load_in_4bit or {"train.lora", "train.load_in_4bit"} & config.grid.keys():
+        found["train"] = _frozen_base
     if engine == "vllm" and (config.vllm or "vllm" in axes):
         found["vllm"] = _engine_args
     return found
@@ -145,9 +145,12 @@ def _lora(cell: Cell) -> None:
     inject_adapter_in_model(settings, nn.Sequential(nn.ModuleDict({"layer": nn.Linear(width, width)})))
 
 
-def _four_bit(cell: Cell) -> None:
-    """A forward and a backward pass through a 4-bit layer on the cell's device."""
+def _frozen_base(cell: Cell) -> None:
+    """An adapter that the engine can apply, and of 4-bit weights a forward and a backward pass on the cell's device."""
+    from ablate import engines
+
     config, train = cell.config, cell.config.train
+    engines.check_dtype(config)
     if not train.load_in_4bit:
         return
     if not train.lora:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ablate import config as configs
-from ablate import engines, files, plan, resolve, rundir, schema, tracking
+from ablate import files, plan, resolve, rundir, schema, tracking
 from ablate.config import Config
 from ablate.errors import ConfigError, RunFileError
 from ablate.launchers import CELL_FUNCTION, Launcher
@@ -100,8 +100,7 @@ def run(config: Config, *, console: Console | None = None, function: str = CELL_
         function: 'module:function' that trains one cell, see `ablate.launchers.RunCell`.
 
     Returns an exit code: 0, 1 where a cell failed, 130 after Ctrl-C. Raises ConfigError where the run is refused before
-    anything is computed: cells of another config in the way, a folder that cannot be written, an engine that cannot
-    serve a cell.
+    anything is computed: cells of another config in the way, a folder that cannot be written.
     """
     console = console or make_console()
     folder = experiment_folder(config)
@@ -114,8 +113,6 @@ def run(config: Config, *, console: Console | None = None, function: str = CELL_
         raise ConfigError(f"out={config.out}: {folder} cannot be written ({reason}); say out=ANOTHER_FOLDER") from error
 
     todo = [item.cell for item in planned if item.state != "done"]
-    for cell in todo:
-        engines.check_dtype(cell.config)
     workers = resolve.jobs(config, len(todo)) if todo else 1
     launches = list(make_launchers(config, todo, workers, function))
     console.print(f"{config.experiment}: {counts(planned)} in {folder}", highlight=False, soft_wrap=True)

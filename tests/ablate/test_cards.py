@@ -121,12 +121,18 @@ def test_jobs_0_does_not_matter_where_all_is_done(tmp_path: Path) -> None:
     assert code == 0 and "2 done" in text
 
 
-def test_an_adapter_that_vllm_cannot_apply_is_refused_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("train.lora=true",),
+        ("train.lora=true", "grid.train.dtype=bfloat16,float32"),
+        ("train.dtype=float32", "grid.train.lora=false,true"),
+    ],
+)
+def test_an_adapter_that_vllm_cannot_apply_is_refused_with_the_config(
+    given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resolve, "cuda_devices", lambda: 1)
     monkeypatch.setattr(resolve, "rollout", lambda asked, on="auto": resolve.Choice("vllm", "it is there"))
-    given = ("jobs=0", "grid.train.dtype=bfloat16,float32", "device=cuda")
     with pytest.raises(ConfigError, match=r"train\.dtype=float32: .*train\.dtype=bfloat16.* rollout=transformers"):
-        run(tmp_path, "train.lora=true", *given)
-    assert not list(tmp_path.rglob("config.json"))
+        config.load(["grid=none", "device=cuda", *given])
+    config.load(["grid=none", "device=cpu", *given])
