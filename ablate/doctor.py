@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from ablate import config as configs
@@ -53,7 +54,7 @@ def table(findings: list[Finding]) -> Table:
     shown.add_column(overflow="fold")
     for finding in findings:
         colour = {GOOD: "green", ABSENT: "yellow", MISSING: "bold red"}[finding.status]
-        shown.add_row(finding.what, f"[{colour}]{finding.status}[/]", finding.found)
+        shown.add_row(finding.what, f"[{colour}]{finding.status}[/]", escape(finding.found))
     return shown
 
 

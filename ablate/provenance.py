@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -78,8 +79,12 @@ def collect(seeds: Iterable[int] = ()) -> dict[str, Any]:
 def git() -> dict[str, Any]:
     """Commit and whether the checkout differs from it, of the code that runs (not of the current folder).
 
-    A copy without its .git says its commit in the environment variable GIT_COMMIT.
+    A copy without its .git is told its commit by the environment variable ABLATE_COMMIT (hexadecimal digits). Whether
+    its files are that commit's nobody has looked then: dirty is None.
     """
+    told = os.environ.get("ABLATE_COMMIT", "").strip()
+    if re.fullmatch(r"[0-9a-f]{7,64}", told):
+        return {"sha": told, "dirty": None}
     root = Path(__file__).resolve().parents[1]
 
     def ask(*arguments: str) -> str | None:
@@ -93,7 +98,7 @@ def git() -> dict[str, Any]:
 
     top = ask("rev-parse", "--show-toplevel")
     if top is None or Path(top).resolve() != root:  # installed somewhere below another project's checkout
-        return {"sha": os.environ.get("GIT_COMMIT") or None, "dirty": None}
+        return {"sha": None, "dirty": None}
     changed = ask("status", "--porcelain", "--untracked-files=no")
     return {"sha": ask("rev-parse", "HEAD"), "dirty": None if changed is None else bool(changed)}
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -186,6 +186,12 @@ def _within(relative: dict[str, float], held: list[str], limit: float) -> bool:
     return all(math.isfinite(x) for x in relative.values()) and all(relative[name] <= limit for name in held)
 
 
+def _largest(values: Iterable[float]) -> float:
+    """The largest, NaN where one of them is: Python's max may pass over it."""
+    known = list(values)
+    return math.nan if any(map(math.isnan, known)) else max(known)
+
+
 def table(result: dict[str, Any]) -> Any:
     """An `analysis.formats.Table`: a row per variant, a column per pair of backends."""
     import pandas as pd
@@ -196,9 +202,9 @@ def table(result: dict[str, Any]) -> Any:
     rows, frame = [], []
     for row in result["variants"]:
         norm = row["grad_norm"][MODEL][result["backends"][-1]]
-        inputs = [max(x for name, x in pair["relative"].items() if name != MODEL) for pair in row["pairs"]]
-        model = max(pair["relative"][MODEL] for pair in row["pairs"])
-        gap = max(pair["log_probs"] for pair in row["pairs"])
+        inputs = [_largest(x for name, x in pair["relative"].items() if name != MODEL) for pair in row["pairs"]]
+        model = _largest(pair["relative"][MODEL] for pair in row["pairs"])
+        gap = _largest(pair["log_probs"] for pair in row["pairs"])
         rows.append((row["name"], f"{norm:.4g}", *(f"{x:.1e}" for x in (*inputs, model, gap))))
         values = {"gradient": norm, **dict(zip(pairs, inputs, strict=True)), "model": model, "nats": gap}
         frame.append({"variant": row["name"], **values})

@@ -56,7 +56,7 @@ def device(asked: str) -> Choice:
             raise ConfigError(
                 f"device={asked}: there is no CUDA device that torch can use; say device=cpu or device=auto"
             )
-        if os.environ.get(CARD) == str(index):
+        if count == 1 and os.environ.get(CARD) == str(index):
             return Choice("cuda", f"{asked}, the only one that this process sees")
         if index >= count:
             raise ConfigError(f"device={asked}: there are {count} CUDA devices, counted from 0")
@@ -135,6 +135,8 @@ def cards(asked: str) -> list[dict[str, str]]:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in visible.split(",")] if visible else [str(n) for n in range(count)]
+    if len(names) < count or not all(names):
+        raise ConfigError(f"CUDA_VISIBLE_DEVICES={visible}: names other devices than the {count} that CUDA sees")
     index = device(asked).name.partition(":")[2]
     numbers = [int(index)] if index else range(count)
     return [{"CUDA_VISIBLE_DEVICES": names[n], CARD: str(n)} for n in numbers]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
@@ -162,7 +163,10 @@ def _covered(spans: list[tuple[datetime, datetime]]) -> float:
 
 def _without_out(command: Any) -> str:
     """A command without its out=FOLDER, which decides no number."""
-    return " ".join(word for word in str(command or "").split(" ") if not word.startswith("out="))
+    try:
+        return shlex.join(word for word in shlex.split(str(command or "")) if not word.startswith("out="))
+    except ValueError:  # no command line
+        return str(command)
 
 
 def _each(values: Iterable[Any], most: int = 8) -> str:
@@ -182,8 +186,10 @@ def _types(runs: Runs) -> set[str]:
 
 def _commit(environment: dict[str, Any]) -> str | None:
     sha, git = git_sha(environment), environment.get("git")
-    dirty = isinstance(git, dict) and git.get("dirty")
-    return f"{sha}, with changes that are in no commit" if sha and dirty else sha
+    dirty = isinstance(git, dict) and git.get("dirty", False)
+    if not sha or dirty is False:
+        return sha
+    return f"{sha}, with changes that are in no commit" if dirty else f"{sha}, as the copy that ran was told"
 
 
 def _packages(environment: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -159,10 +160,8 @@ def load_rollouts(
 
 def stored_steps(directory: Path, cell: str) -> list[int]:
     """The optimizer steps whose completions a cell stores."""
-    return [
-        int(path.stem.removeprefix("step-"))
-        for path in sorted((directory / cell / schema.ROLLOUTS_DIR).glob("step-*.parquet"))
-    ]
+    names = [path.stem for path in (directory / cell / schema.ROLLOUTS_DIR).glob("step-*.parquet") if path.is_file()]
+    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d{6,}", name))
 
 
 def _nearest(directory: Path) -> str:

@@ -167,6 +167,6 @@ def _section(folder: Path) -> Iterator[tuple[str, str]]:
     if any(folder.glob("*/rollouts/*.parquet")):
         yield "markdown", "### Completions"
         yield "code", "samples.table(runs)"
-        if "sums" in {(found.get("task") or {}).get("name") for found in runs.environments.values()}:
-            yield "markdown", "Share of the stored completions to sums of three numbers that take both steps:"
+        if any("sums" in str(found.get("task")) for found in runs.environments.values()):
+            yield "markdown", "Sums of three numbers: stored completions that take both steps, each with its numbers:"
             yield "code", "samples.matching(runs, *samples.BOTH_STEPS)"

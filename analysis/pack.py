@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gzip
+import shutil
 from pathlib import Path
 
 from ablate import schema
 from analysis.files import PACKED, read_bytes, read_json, write_atomic
-from analysis.load import load
+from analysis.load import load, load_rollouts, stored_steps
 from analysis.render import write_kept
 
 WHOLE = (schema.CONFIG_FILE, schema.ENV_FILE, schema.EVAL_FILE)
@@ -36,8 +37,11 @@ def pack(folder: Path, target: Path, *, rollouts: bool = False) -> list[Path]:
             f"damaged: {'; '.join(why[:5])}"
         )
     cells = [folder / name for name in sorted(finished)]
+    stored = {cell: stored_steps(folder, cell.name) if rollouts else [] for cell in cells}
     for cell in cells:
         _refuse_another(cell, target / cell.name)
+        for step in stored[cell]:
+            load_rollouts(folder, cell.name, step)  # raises RunFileError where it cannot be read
     for cell in cells:
         place = target / cell.name
         for name in WHOLE:
@@ -45,8 +49,10 @@ def pack(folder: Path, target: Path, *, rollouts: bool = False) -> list[Path]:
                 write_atomic(place / name, (cell / name).read_bytes())
         rows = read_bytes(cell / schema.METRICS_FILE)
         write_atomic(place / f"{schema.METRICS_FILE}{PACKED}", gzip.compress(rows, 9, mtime=0))
-        for stored in sorted(cell.glob(f"{schema.ROLLOUTS_DIR}/*.parquet")) if rollouts else ():
-            write_atomic(target / stored.relative_to(folder), stored.read_bytes())
+        shutil.rmtree(place / schema.ROLLOUTS_DIR, ignore_errors=True)  # of an earlier packing
+        for step in stored[cell]:
+            file = cell / schema.ROLLOUTS_DIR / f"step-{step:06d}.parquet"
+            write_atomic(target / file.relative_to(folder), file.read_bytes())
         for replay in cell.glob(f"{schema.REPLAY_DIR}/*/{schema.REPLAY_FILE}"):
             read_json(replay)
             write_atomic(target / replay.relative_to(folder), replay.read_bytes())

@@ -114,7 +114,7 @@ class Content:
             f"## {escape_markdown(table.title)}\n\n{table.markdown()}" for table in (*self.others, *self.replayed)
         ]
         commits = sorted(self.runs.cells["git_sha"].dropna().unique())
-        blocks.append(f"Code: {', '.join(commits) if commits else 'commit unknown'}.")
+        blocks.append(f"Code: {escape_markdown(', '.join(commits)) if commits else 'commit unknown'}.")
         return "\n\n".join(block.rstrip() for block in blocks) + "\n"
 
 

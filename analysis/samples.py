@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
+from analysis import tables
 from analysis.files import Problem, RunFileError
-from analysis.formats import Table
+from analysis.formats import MISSING, Table
 from analysis.load import Runs, load_rollouts, place, stored_steps
 
 COLUMNS = ["step", "group", "sample", "prompt", "completion", "rewards", "advantage"]
-# Of `matching`, for the task `sums`: sums of three numbers whose solution takes both steps, each an equation.
-BOTH_STEPS = ("=.*=", r"What is \d+ [-+] \d+ [-+] \d+\?[^?]*$")
+# Of `matching`, for the task `sums`: in a + b - c the completion begins with a + b = x and carries x on, x - c = y.
+BOTH_STEPS = (
+    r"What is (\d+ [-+] \d+) ([-+] \d+)\?[^?\n]*\n.*<reasoning>\1 = (-?\d+)\b[^\d=<]{1,6}\3 \2 = -?\d+",
+    r"What is \d+ [-+] \d+ [-+] \d+\?[^?]*$",
+)
 LONGEST = 1200  # characters of a prompt or completion that are shown
 
 
@@ -87,41 +92,44 @@ def table(runs: Runs, *, groups: int = 1, per_group: int = 4) -> Table:
     )
 
 
-def matching(runs: Runs, completion: str, prompt: str = "") -> Table:
-    """Share of the stored completions in which a regular expression is found, by variant, grid point and step.
+def matching(runs: Runs, wanted: str, asked: str = "") -> Table:
+    """How many of the stored completions match a regular expression, by variant, grid point and step.
 
-    prompt: only completions whose prompt has this regular expression in it. All seeds of finished runs count together;
-    a damaged file raises RunFileError.
+    wanted: searched in the prompt and, below it, the completion, so that it may refer back to what was asked. asked:
+    only completions whose prompt has this regular expression in it count. All seeds of finished runs count together; a
+    file that cannot be read is left out and named in the notes.
     """
-    found = []
+    found, left_out = [], []
     for cell in runs.done.itertuples():
         for step in stored_steps(runs.directory, cell.cell):
-            frame = load_rollouts(runs.directory, cell.cell, step, columns=["prompt", "completion"])
-            asked = frame[frame["prompt"].str.contains(prompt)]["completion"]
-            found += [(cell.variant, cell.point, step, bool(hit)) for hit in asked.str.contains(completion)]
-    drawn = pd.DataFrame(found, columns=["variant", "point", "step", "share"])
-    shares = drawn.groupby(["variant", "point", "step"], sort=False)["share"].agg(["size", "mean"])
+            try:
+                frame = load_rollouts(runs.directory, cell.cell, step, columns=["prompt", "completion"]).astype(str)
+            except RunFileError as error:
+                left_out.append(f"left out: {error.path.relative_to(runs.directory).as_posix()}: {error.reason}")
+                continue
+            for prompt, completion in frame.itertuples(index=False):
+                if re.search(asked, prompt):
+                    hit = re.search(wanted, f"{prompt}\n{completion}") is not None
+                    found.append((cell.variant, cell.point, step, hit))
+    drawn = pd.DataFrame(found, columns=["variant", "point", "step", "hit"])
+    counts = drawn.groupby(["variant", "point", "step"])["hit"].agg(["sum", "size"])
     steps = sorted(drawn["step"].unique())
     rows, records = [], []
-    for point, coordinates in runs.points.items():
-        for variant in (v for v in runs.variants if (v, point) in shares.index.droplevel("step")):
-            here = shares.loc[variant, point]
-            rows.append(
-                (variant, *map(str, coordinates.values()), *(_number(here["mean"].get(step)) for step in steps))
-            )
-            records += [
-                {"variant": variant, **coordinates, "step": step, "n": int(part["size"]), "share": float(part["mean"])}
-                for step, part in here.iterrows()
-            ]
+    for point, variant in tables.grid(runs):
+        here = [(step, *counts.loc[variant, point, step]) for step in steps if (variant, point, step) in counts.index]
+        shown = {step: f"{hits} of {n}" for step, hits, n in here}
+        if here:
+            rows.append((variant, *tables.coordinates(runs, point), *(shown.get(step, MISSING) for step in steps)))
+        records += [{"variant": variant, **runs.points[point], "step": s, "hits": hits, "n": n} for s, hits, n in here]
     headers = ("variant", *runs.axes, *(f"step {step}" for step in steps))
     return Table(
         name="matching",
-        title=f"Share of completions with {completion}" + (f", of prompts with {prompt}" if prompt else ""),
+        title="Completions that match",
         headers=headers,
         rows=tuple(rows),
         align="l" + "r" * (len(headers) - 1),
-        frame=pd.DataFrame(records, columns=["variant", *runs.axes, "step", "n", "share"]),
-        notes=("stored completions of all seeds together",),
+        frame=pd.DataFrame(records, columns=["variant", *runs.axes, "step", "hits", "n"]),
+        notes=("stored completions of all seeds together", *left_out),
     )
 
 

@@ -79,6 +79,8 @@ def _sentence(c: Comparison, verb: str) -> str:
     if c.verdict == "identical":
         ends = f"{c.against} ends" if c.along == "variant" else f"it ends {other}"
         return f"{c.variant} ends exactly where {ends}: {against}"
+    if verb == "is not shown to learn":
+        verb += f" ({estimate(c.gain)} over its start)"
     if c.verdict == "not resolved":
         return f"{c.variant} {verb}; its difference is not resolved: {against}"
     if verb != "learns":

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -57,9 +58,11 @@ def _device_name(device: str) -> str:
 
 def provenance(program: str, arguments: list[str], device: str) -> dict[str, Any]:
     """Code, versions, machine, command, date. `changed`: files of this package that differ from the commit."""
-    status = _git("status", "--porcelain", "--", ".")
+    told = os.environ.get("ABLATE_COMMIT", "").strip()  # of a copy without its .git
+    told = told if re.fullmatch(r"[0-9a-f]{7,64}", told) else ""
+    status = None if told else _git("status", "--porcelain", "--", ".")
     return {
-        "commit": _git("rev-parse", "HEAD") or os.environ.get("GIT_COMMIT"),  # where the code runs without its .git
+        "commit": told or _git("rev-parse", "HEAD"),
         "changed": None if status is None else [line[3:] for line in status.splitlines() if line.endswith(".py")],
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join([f"python -m {program}", *arguments]),

@@ -91,6 +91,10 @@ def plan(
     completion fits.
     """
     limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 1 << 20
+    if given.get("kv_cache_memory_bytes", 1) is None:
+        raise ValueError(
+            "vllm.kv_cache_memory_bytes=null: give bytes, or leave it out: then it is what a rollout needs"
+        )
     if need.completion >= limit:
         raise ValueError(f"train.max_completion_length={need.completion}: the model takes {limit} tokens in all")
     length = int(given.get("max_model_len") or min(limit, need.length))

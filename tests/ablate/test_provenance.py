@@ -39,8 +39,16 @@ def test_no_git_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     provenance.git.cache_clear()
     assert provenance.git() == {"sha": None, "dirty": None}
     provenance.git.cache_clear()
-    monkeypatch.setenv("GIT_COMMIT", "abc")  # a copy without .git says so
-    assert provenance.git() == {"sha": "abc", "dirty": None}
+
+
+@pytest.mark.parametrize(
+    ("told", "known"), [("0a1b2c3d\n", "0a1b2c3d"), ("[/red]", None), ("0a1b", None), (" ", None), ("", None)]
+)
+def test_a_copy_is_told_its_commit(told: str, known: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("ABLATE_COMMIT", told)
+    provenance.git.cache_clear()
+    assert provenance.git() == {"sha": known, "dirty": None}
     provenance.git.cache_clear()
 
 

@@ -59,6 +59,8 @@ def test_what_the_user_sets_stays() -> None:
 
 
 def test_what_cannot_fit_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match=r"kv_cache_memory_bytes=null: .*leave it out"):
+        plan(24, kv_cache_memory_bytes=None)
     with pytest.raises(ValueError, match=r"KV cache.*free.*kv_cache_dtype=fp8"):
         plan(15.0, length=8192)
     with pytest.raises(ValueError, match="max_completion_length=9000"):

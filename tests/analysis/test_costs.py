@@ -158,3 +158,17 @@ def test_the_sampler_beside_the_trainer(demo: Path, points: Path) -> None:
         "0.940",
         "1.036",
     )
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("python -m ablate run jobs=2 out=/data/runs", "python -m ablate run jobs=2"),
+        ("ablate run 'out=my runs' 'wandb.notes=old out=b new'", "ablate run 'wandb.notes=old out=b new'"),
+        ("ablate run timeout=3 layout=x", "ablate run timeout=3 layout=x"),
+        ("no 'command", "no 'command"),
+        (None, ""),
+    ],
+)
+def test_a_command_is_shown_without_where_its_runs_went(typed: str | None, shown: str) -> None:
+    assert costs._without_out(typed) == shown

@@ -60,13 +60,45 @@ def test_completions_come_along_when_asked_for(tmp_path: Path) -> None:
     pack(FIXTURE, tmp_path / "demo", rollouts=True)
     stored = sorted(path.relative_to(FIXTURE) for path in FIXTURE.glob(f"*/{schema.ROLLOUTS_DIR}/*.parquet"))
     assert stored and stored == sorted(p.relative_to(tmp_path / "demo") for p in (tmp_path / "demo").rglob("*.parquet"))
-    before, after = load.load(FIXTURE), load.load(tmp_path / "demo")
-    share = samples.matching(after, "^82$", r"^43\+38=")
-    assert share.rows == samples.matching(before, "^82$", r"^43\+38=").rows
-    row = share.frame.set_index(["variant", "beta"]).loc[("full_reverse_kl", 0.04)]
-    assert (row["step"], row["n"], row["share"]) == (20, 4, 0.75)  # of 81, 82, 82, 82
-    nothing = samples.matching(after, "^8", "nothing like it")
+    before, kept = load.load(FIXTURE), tmp_path / "kept" / "demo"
+    shutil.copytree(tmp_path / "demo", kept)
+    after = load.load(kept)
+    again = pack(FIXTURE, tmp_path / "demo")  # without them: none of an earlier packing stays
+    assert again and not list((tmp_path / "demo").rglob("*.parquet"))
+    right = samples.matching(after, r"^43\+38=\n81$", "^43")  # refers to both, prompt and completion
+    assert right.rows == samples.matching(before, r"^43\+38=\n81$", "^43").rows != ()
+    row = right.frame.set_index(["variant", "beta"]).loc[("full_reverse_kl", 0.04)]
+    assert (row["step"], row["hits"], row["n"]) == (20, 1, 4)  # of 81, 82, 82, 82
+    nothing = samples.matching(after, "8", "nothing like it")
     assert len(nothing.frame) == len(nothing.rows) == 0
+
+
+def test_completions_that_cannot_be_read_stop_the_packing_and_no_table(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURE, tmp_path / "demo")
+    runs = load.load(tmp_path / "demo")
+    first, second = sorted((tmp_path / "demo").glob(f"*/{schema.ROLLOUTS_DIR}/*.parquet"))[:2]
+    (first.parent / "step-x.parquet").write_text("of something else")
+    (first.parent / "step-000030.parquet").mkdir()
+    known = samples.matching(runs, "8")
+    assert len(known.notes) == 1
+    second.write_bytes(second.read_bytes()[:100])
+    left = samples.matching(runs, "8")
+    assert sum(left.frame["n"]) < sum(known.frame["n"]) and second.name in left.notes[1]
+    with pytest.raises(files.RunFileError, match="not a readable parquet file"):
+        pack(tmp_path / "demo", tmp_path / "kept", rollouts=True)
+    assert not list(tmp_path.glob("kept/*/*"))
+
+
+def test_matching_where_cells_have_different_axes(tmp_path: Path) -> None:
+    cells = sorted(path.parents[1] for path in FIXTURE.glob(f"*/{schema.ROLLOUTS_DIR}/*.parquet"))[:2]
+    for cell in cells:
+        shutil.copytree(cell, tmp_path / cell.name)
+    config = tmp_path / cells[0].name / schema.CONFIG_FILE
+    edited = json.loads(config.read_text())
+    edited["point"] = {}
+    config.write_text(json.dumps(edited))
+    table = samples.matching(load.load(tmp_path), "8")
+    assert {row[0] for row in table.rows} and all(len(row) == len(table.headers) for row in table.rows)
 
 
 def test_what_cannot_be_packed_is_said(packed: Path, tmp_path: Path) -> None:

@@ -38,15 +38,18 @@ def test_tables_are_made_again_from_the_run_files(folder: Path) -> None:
     )
 
 
-def test_the_log_says_which_completions_take_both_steps() -> None:
+def test_the_log_and_the_readme_say_which_completions_take_both_steps() -> None:
     log = PAGES[1].read_text(encoding="utf-8")
     table = samples.matching(load(committed("founding")), *samples.BOTH_STEPS)
     assert table.markdown(notes=False) in log and len(table.rows) == 4
-    shares = table.frame.set_index(["variant", "step"])["share"]
+    counts = table.frame.set_index(["variant", "step"])
     readme = PAGES[0].read_text(encoding="utf-8")
-    for variant in ("reference", "full_reverse_kl", "forward_kl"):
-        for step in (51, 251):
-            assert f"{100 * shares[variant, step]:.0f}%" in readme
+    for variant in ("no_detach", "reference", "full_reverse_kl", "forward_kl"):
+        row = next(
+            line for line in readme.splitlines() if line.startswith("|") and f"`{variant}`" in line and " of " in line
+        )
+        shown = [" of ".join(map(str, counts.loc[(variant, step), ["hits", "n"]])) for step in (1, 51, 101, 251)]
+        assert [cell.strip() for cell in row.strip("|").split("|")][1:] == shown
 
 
 def measured(folder: str, file: str) -> dict:
@@ -78,7 +81,8 @@ def test_the_readme_says_what_was_measured_on_a_gpu() -> None:
     assert cells("the same, trained head") == [ratio(train[name]) for name in names]
     memory = [(gib(frozen[name], hidden), gib(train[name], hidden + weight)) for name in names]
     assert cells("memory") == [f"{a:.2f} / {b:.1f}" if a < 10 else f"{a:.1f} / {b:.1f}" for a, b in memory]
-    errors = [f"{frozen[name]['errors']['d_hidden'][0]:.1e}".replace("e-0", "e-") for name in names]
+    both = ([head[name]["errors"]["d_hidden"][0] for head in (frozen, train)] for name in names)
+    errors = [" / ".join(f"{error:.1e}".replace("e-0", "e-") for error in pair) for pair in both]
     assert cells("error of d hidden") == errors
     kl = {row["row"]: row for row in measured("kernels", "exact_kl")["rows"] if row["direction"] == "reverse"}
     assert cells("exact reverse KL") == [ratio(kl["triton"]), "", ratio(kl["trl"]), ""]

@@ -239,7 +239,8 @@ START, BASE = [0.34, 0.34, 0.34], [0.73, 0.75, 0.776]
         ),
         (
             comparison(START, [0.3, 0.36, 0.37], BASE),
-            "no_detach is not shown to learn: -0.41 [-0.46, -0.36] against reference, n = 3",
+            "no_detach is not shown to learn (+0.003 [-0.091, 0.097] over its start): "
+            "-0.41 [-0.46, -0.36] against reference, n = 3",
         ),
         (
             comparison([0.34], [0.7], [0.75]),

@@ -7,9 +7,10 @@
 #   PYTHON        the interpreter (python)
 #   LIMIT         seconds of a row, with what it compiles (40)
 #   UNSLOTH_SITE  folder with Unsloth's packages, which want another version of TRL than the TRL row
+#   ABLATE_COMMIT the commit, where the code runs without its .git
 #   RUN           folder of a run with stored rollouts, for `replay`
 set -u
-(($# >= 1)) || { sed -n '2,11s/^# \?//p' "$0"; exit 2; }
+(($# >= 1)) || { sed -n '2,12s/^# \?//p' "$0"; exit 2; }
 mkdir -p "$1"
 out=$(realpath "$1")
 total=${2:-360}
@@ -19,7 +20,7 @@ cd "$(dirname "$0")/../../.." || exit 2
 python=${PYTHON:-python}
 limit=(--limit "${LIMIT:-40}")
 site=(${UNSLOTH_SITE:+--site "unsloth=$UNSLOTH_SITE"})
-export PYTHONUNBUFFERED=1 GIT_COMMIT=${GIT_COMMIT:-$(git rev-parse HEAD 2>/dev/null)}
+export PYTHONUNBUFFERED=1
 SECONDS=0
 
 run() { # NAME MOST COMMAND...: a step's command for at most MOST seconds
@@ -71,11 +72,11 @@ for step in $steps; do
         run suite 150 bash -c '
             log=$1; shift; failed=0; pids=()
             for file in tests/triton/test_*.py tests/gpu/test_*.py; do
-                "$@" -m pytest -q -p no:cacheprovider -k "not costs_nothing" "$file" >"$log.$(basename "$file" .py)" 2>&1 &
+                "$@" -m pytest -q -p no:cacheprovider -k "not costs_nothing" "$file" >"$log.$(tr / - <<<"${file%.py}")" 2>&1 &
                 pids+=($!)
             done
             for pid in "${pids[@]}"; do wait "$pid" || failed=1; done
-            tail -qn 3 "$log".test_*
+            tail -qn 3 "$log".tests-*
             exit $failed' suite "$out/suite" "$python"
         run suite_timed 40 "$python" -m pytest -q -p no:cacheprovider -k costs_nothing tests/gpu/test_gpu.py
         ;;

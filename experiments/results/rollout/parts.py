@@ -59,7 +59,7 @@ def provenance() -> dict[str, Any]:
     return {
         "device": "cpu" if CPU else torch.cuda.get_device_name(),
         "versions": {m.__name__: m.__version__ for m in (torch, triton, transformers, trl, peft, vllm)},
-        "commit": os.environ.get("GIT_COMMIT"),
+        "commit": os.environ.get("ABLATE_COMMIT"),
         "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }
 
