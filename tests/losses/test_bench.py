@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from losses import bench, bench_measure, bench_rows
+from losses import bench, bench_measure, bench_report, bench_rows
 from losses.bench_gate import Gate
 from losses.bench_rows import ROWS, TERMS, VARIANTS, Entry, Problem, Row, Shape
 from tests import oracles
@@ -322,3 +322,10 @@ def test_cuda_without_a_device_is_refused(capsys):
     with pytest.raises(SystemExit):
         bench.main([*SMALL_OPTIONS[:-1], "cuda"])
     assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("told", "known"), [("0a1b2c3d\n", True), ("a name", False), ("", False)])
+def test_a_copy_without_git_is_told_its_commit(told: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ABLATE_COMMIT", told)
+    source = bench_report.provenance("losses.bench", [], "cpu")
+    assert (source["commit"] == "0a1b2c3d") is known and (source["changed"] is None or not known)
