@@ -25,20 +25,19 @@ def page_path() -> Path:
     return Path(losses.__file__).parent / "VARIANTS.md"
 
 
-def select(selector: str = "family") -> list[losses.Variant]:
-    """The variants of `all` (the founding four), `family` (everything registered) or a list of names.
+def select(selector: str = "family", every: Iterable[str] = losses.founding) -> list[losses.Variant]:
+    """The variants of a list of names, in which `all` stands for `every` and `family` for everything registered.
 
     Raises ConfigError with the nearest names where one is unknown.
     """
-    if selector in ("all", "family"):
-        return [losses.get(name) for name in (losses.founding if selector == "all" else losses.names())]
-    names = [name.strip() for name in selector.split(",") if name.strip()]
-    for name in names:
+    groups = {"all": every, "family": losses.names()}
+    chosen = [name for word in selector.split(",") if word.strip() for name in groups.get(word.strip(), [word.strip()])]
+    for name in chosen:
         if name not in losses.names():
             raise unknown("variants", name, losses.names(), "variants")
-    if not names:
+    if not chosen:
         raise ConfigError("variants: no name given; use all, family or names with commas between")
-    return [losses.get(name) for name in dict.fromkeys(names)]
+    return [losses.get(name) for name in dict.fromkeys(chosen)]
 
 
 def check(variants: Iterable[losses.Variant], console: Console | None = None) -> list[Certificate]:

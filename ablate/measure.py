@@ -17,9 +17,6 @@ from torch import Tensor
 from ablate import schema
 from losses import Metric
 
-# Parts of a step that are timed; what is left of it, the optimizer's step, logging and checkpoints, is `optimizer`.
-PARTS = ("rollout", "sync", "reward", "old_logps", "reference", "loss", "exact_kl")
-
 
 class Meter:
     """Times parts of a step by the host clock, the device's queue drained at both ends, and reads peak memory."""
@@ -108,8 +105,8 @@ class Meter:
         elapsed, self._last = now - self._last, now
         steps, self.steps = max(1, self.steps), 0
         tokens, self._tokens = float(self._tokens), 0.0
-        out = {f"time/{name}": self.seconds[name] / steps for name in PARTS}
-        out["time/optimizer"] = (elapsed - sum(self.seconds.values())) / steps
+        self.seconds["optimizer"] = elapsed - sum(self.seconds.values())
+        out = {f"time/{name}": self.seconds[name] / steps for name in schema.PARTS}
         out["step_time"] = elapsed / steps
         self.seconds.clear()
         out["tokens_per_second"] = tokens / elapsed if elapsed > 0 else 0.0

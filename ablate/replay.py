@@ -93,8 +93,7 @@ def load(request: Request, progress: Callable[[str], None]) -> Loaded:
     cell = stored.find(request.run, request.step)
     step = stored.choose_step(cell, request.step)
     policy = stored.choose_policy(cell, request.policy, step)
-    names = cell.config["variants_all"] if request.variants == "all" else None
-    variants = [losses.get(name) for name in names] if names else select(request.variants)
+    variants = select(request.variants, cell.config["variants_all"])
     length = _length(cell)
     params = [terms.parameters(v, cell, request.params, length) for v in variants]
     for name in request.params:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -47,18 +47,13 @@ FILES = ("backends.json", "backends.md")
 class _Run:
     """A variant through one backend, on the host: float32 gradients, loss, log-probs.
 
-    model: of the trained parameters in order, flat. inputs: of what `linear_policy_loss` takes, by its names: hidden,
+    gradients: of MODEL, the trained parameters in order, and of what `linear_policy_loss` takes, by its names: hidden,
     a tensor for each micro-batch; lm_head_weight and lm_head_bias where they are trained.
     """
 
-    model: list[Tensor]
-    inputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    gradients: dict[str, list[Tensor]]
     loss: float = 0.0
     logps: list[Tensor] = field(default_factory=list)
-
-    @property
-    def gradients(self) -> dict[str, list[Tensor]]:
-        return {MODEL: self.model, **self.inputs}
 
 
 def compare(request: Request, *, progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
@@ -66,10 +61,10 @@ def compare(request: Request, *, progress: Callable[[str], None] = lambda text: 
     from ablate import replay
 
     x = replay.load(request, progress)
-    dtype = getattr(torch, x.cell.config["train"]["dtype"])
+    dtype = x.cell.config["train"]["dtype"]
     for name in request.backends:
         try:
-            choose(name, x.device, dtype)
+            choose(name, x.device, getattr(torch, dtype))
         except ValueError as error:
             raise ConfigError(f"backends: {error}") from error
     rows: list[dict[str, Any]] = []
@@ -80,18 +75,21 @@ def compare(request: Request, *, progress: Callable[[str], None] = lambda text: 
             {
                 "name": variant.name,
                 "params": params,
-                "grad_norm": _norms(runs),
+                "grad_norm": {name: {k: _norm(g) for k, g in run.gradients.items()} for name, run in runs.items()},
                 "loss": {name: run.loss for name, run in runs.items()},
                 "pairs": [_pair(a, b, runs, x.batch) for a, b in itertools.combinations(request.backends, 2)],
             }
         )
     _divide(rows)
-    kind = x.cell.config["train"]["dtype"]
-    held = [name for name in rows[0]["grad_norm"] if kind == "float32" or name != MODEL]
+    held = [name for name in rows[0]["pairs"][0]["relative"] if dtype == "float32" or name != MODEL]
     for row in rows:
-        row["within"] = all(_within(pair["relative"], held, LIMIT[kind]) for pair in row["pairs"])
+        row["within"] = all(
+            math.isfinite(value) and (value <= LIMIT[dtype] or name not in held)
+            for pair in row["pairs"]
+            for name, value in pair["relative"].items()
+        )
     return {
-        **x.origin(), "backends": list(request.backends), "limit": LIMIT[kind], "held": held,
+        **x.origin(), "backends": list(request.backends), "limit": LIMIT[dtype], "held": held,
         "within": all(row["within"] for row in rows), "checks": x.checks, "variants": rows,
         "provenance": x.provenance(),
     }  # fmt: skip
@@ -102,7 +100,7 @@ def _runs(x: Loaded, variant: losses.Variant, params: dict[str, Any], backends: 
     if not x.scored.off_policy:
         inputs = replace(inputs, old_per_token_logps=None)  # then the ratio is 1, whatever a backend rounds
     trained = [p for p in x.models.policy.parameters() if p.requires_grad]
-    runs = {name: _Run([torch.zeros(p.numel()) for p in trained]) for name in backends}
+    runs = {name: _Run({MODEL: [torch.zeros(p.shape) for p in trained], "hidden": []}) for name in backends}
     for rows, part in x.models.parts(x.batch):
         here = _rows(inputs, rows)
         if variant.vocabulary is not None and params["beta"] > 0:
@@ -132,36 +130,30 @@ def _add(
     hidden, weight, bias = head
     of_head = (("lm_head_weight", weight), ("lm_head_bias", bias))
     own = {name: tensor for name, tensor in of_head if tensor is not None and tensor.requires_grad}
-    found: list[Tensor | None] = []
     for scale in SCALES if x.cell.config["train"]["dtype"] == "float16" else (1.0,):
         leaf = hidden.detach().requires_grad_(True)
         with x.models.autocast():
             out = losses.linear_policy_loss(
                 leaf, weight, inputs, variant, lm_head_bias=bias, **{**x.models.options, "backend": backend}, **params
             )
-        d_hidden, *d_own = torch.autograd.grad(out.loss * scale, [leaf, *own.values()])
-        found = list(torch.autograd.grad(hidden, trained, d_hidden, retain_graph=True, allow_unused=True))
-        if all(bool(torch.isfinite(g).all()) for g in (d_hidden, *d_own, *found) if g is not None):
+        of_inputs = torch.autograd.grad(out.loss * scale, [leaf, *own.values()])
+        of_model = torch.autograd.grad(
+            [hidden, *own.values()], trained, of_inputs, retain_graph=True, materialize_grads=True
+        )
+        if all(bool(torch.isfinite(g).all()) for g in (*of_inputs, *of_model)):
             break
-    run.inputs.setdefault("hidden", []).append(d_hidden.float().cpu() / scale)
+    d_hidden, *d_own = (g.float().cpu() / scale for g in of_inputs)
+    run.gradients["hidden"].append(d_hidden)
     for name, d in zip(own, d_own, strict=True):
-        run.inputs.setdefault(name, [torch.zeros(d.shape)])[0] += d.float().cpu() / scale
-    for total, p, grad in zip(run.model, trained, found, strict=True):
-        for g in (grad, next((d for q, d in zip(own.values(), d_own, strict=True) if q is p), None)):
-            if g is not None:
-                total += g.reshape(-1).float().cpu() / scale
+        run.gradients.setdefault(name, [torch.zeros(d.shape)])[0] += d
+    for total, g in zip(run.gradients[MODEL], of_model, strict=True):
+        total += g.float().cpu() / scale
     run.loss += float(out.loss.detach())
     run.logps.append(out.per_token_logps.detach().float().cpu())
 
 
 def _norm(gradients: list[Tensor]) -> float:
     return math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
-
-
-def _norms(runs: dict[str, _Run]) -> dict[str, dict[str, float]]:
-    """By gradient and backend."""
-    names = next(iter(runs.values())).gradients
-    return {name: {backend: _norm(run.gradients[name]) for backend, run in runs.items()} for name in names}
 
 
 def _pair(a: str, b: str, runs: dict[str, _Run], batch: Batch) -> dict[str, Any]:
@@ -175,25 +167,16 @@ def _pair(a: str, b: str, runs: dict[str, _Run], batch: Batch) -> dict[str, Any]
 
 def _divide(rows: list[dict[str, Any]]) -> None:
     """Makes the pairs' differences relative, in place: over the second's norm, or SMALL of the largest."""
-    for name in rows[0]["grad_norm"]:
-        least = SMALL * max(norm for row in rows for norm in row["grad_norm"][name].values())
+    for name in rows[0]["pairs"][0]["relative"]:
+        least = SMALL * max(norms[name] for row in rows for norms in row["grad_norm"].values())
         for row in rows:
             for pair in row["pairs"]:
-                pair["relative"][name] /= max(row["grad_norm"][name][pair["backends"][1]], least) or 1.0
-
-
-def _within(relative: dict[str, float], held: list[str], limit: float) -> bool:
-    return all(math.isfinite(x) for x in relative.values()) and all(relative[name] <= limit for name in held)
-
-
-def _largest(values: Iterable[float]) -> float:
-    """The largest, NaN where one of them is: Python's max may pass over it."""
-    known = list(values)
-    return math.nan if any(map(math.isnan, known)) else max(known)
+                pair["relative"][name] /= max(row["grad_norm"][pair["backends"][1]][name], least) or 1.0
 
 
 def table(result: dict[str, Any]) -> Any:
     """An `analysis.formats.Table`: a row per variant, a column per pair of backends."""
+    import numpy as np
     import pandas as pd
 
     from analysis.formats import Table
@@ -201,10 +184,11 @@ def table(result: dict[str, Any]) -> Any:
     pairs = [" - ".join(pair["backends"]) for pair in result["variants"][0]["pairs"]]
     rows, frame = [], []
     for row in result["variants"]:
-        norm = row["grad_norm"][MODEL][result["backends"][-1]]
-        inputs = [_largest(x for name, x in pair["relative"].items() if name != MODEL) for pair in row["pairs"]]
-        model = _largest(pair["relative"][MODEL] for pair in row["pairs"])
-        gap = _largest(pair["log_probs"] for pair in row["pairs"])
+        norm = row["grad_norm"][result["backends"][-1]][MODEL]
+        # numpy's max, since Python's may pass over a NaN
+        inputs = [np.max([x for name, x in pair["relative"].items() if name != MODEL]) for pair in row["pairs"]]
+        model = np.max([pair["relative"][MODEL] for pair in row["pairs"]])
+        gap = np.max([pair["log_probs"] for pair in row["pairs"]])
         rows.append((row["name"], f"{norm:.4g}", *(f"{x:.1e}" for x in (*inputs, model, gap))))
         values = {"gradient": norm, **dict(zip(pairs, inputs, strict=True)), "model": model, "nats": gap}
         frame.append({"variant": row["name"], **values})
@@ -223,7 +207,7 @@ def table(result: dict[str, Any]) -> Any:
 
 def _notes(result: dict[str, Any]) -> tuple[str, ...]:
     dtype = result["dtype"]
-    inputs = ", ".join(name for name in result["variants"][0]["grad_norm"] if name != MODEL)
+    inputs = ", ".join(name for name in result["variants"][0]["pairs"][0]["relative"] if name != MODEL)
     held = (
         "held to it too"
         if MODEL in result["held"]

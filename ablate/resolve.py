@@ -124,37 +124,35 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def cards(asked: str) -> list[dict[str, str]]:
-    """The CUDA devices of `device=` for worker processes to take turns on; of each, the variables that show it alone.
+def cards(config: Config) -> list[dict[str, str]]:
+    """The CUDA devices for workers to take turns on; of each, the variables that show it alone: TRL trains on one.
 
-    `cuda:N` is one device, `auto` and `cuda` are all. Empty on a CPU, and where there is no second device to be hidden.
-    Raises ConfigError as `device` does.
+    `device=cuda:N` is one device, `auto` and `cuda` are all. Empty where there is no second one to be hidden. Raises
+    ConfigError as `device` does, and where cells of one sweep name different ones.
     """
-    count = 0 if asked == "cpu" else cuda_devices()
+    own = [point.get("device", config.device) for point in config.points.values()]
+    asked = set(config.grid.get("device", own or [config.device])) - {"cpu"}
+    count = cuda_devices() if asked else 0
     if count < 2:
         return []
+    found = {device(name).name.partition(":")[2] for name in asked}
+    if len(found) > 1:
+        raise ConfigError(f"device: {', '.join(sorted(asked))} in one sweep; name one CUDA device, or cuda for all")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in visible.split(",")] if visible else [str(n) for n in range(count)]
     if len(names) < count or not all(names):
         raise ConfigError(f"CUDA_VISIBLE_DEVICES={visible}: names other devices than the {count} that CUDA sees")
-    index = device(asked).name.partition(":")[2]
+    (index,) = found
     numbers = [int(index)] if index else range(count)
     return [{"CUDA_VISIBLE_DEVICES": names[n], CARD: str(n)} for n in numbers]
-
-
-def devices(config: Config) -> list[str]:
-    """Every `device=` that a cell of the config has."""
-    own = [point.get("device", config.device) for point in config.points.values()]
-    return config.grid.get("device", own or [config.device])
 
 
 def jobs(config: Config, cells: int) -> int:
     """Cells side by side: `jobs=auto` is one per core for the tiny model on a CPU, as memory allows; one per GPU.
 
-    Raises ConfigError for `jobs=0` where this process sees several CUDA devices: TRL trains on one per process, and
-    CUDA has counted them by now.
+    Raises ConfigError for `jobs=0` where this process sees several CUDA devices: CUDA has counted them by now.
     """
-    if config.jobs == 0 and (several := [card for asked in devices(config) for card in cards(asked)]):
+    if config.jobs == 0 and (several := cards(config)):
         raise ConfigError(
             f"jobs=0: this process sees {cuda_devices()} CUDA devices, and cells train on one; start it with "
             f"CUDA_VISIBLE_DEVICES={several[0]['CUDA_VISIBLE_DEVICES']} in the environment and device=auto, or say "
@@ -163,7 +161,7 @@ def jobs(config: Config, cells: int) -> int:
     if isinstance(config.jobs, int):
         return min(config.jobs, cells)
     if not is_tiny(config) or device(config.device).name != "cpu":
-        return min(max(1, len(cards(config.device))), cells)
+        return min(max(1, len(cards(config))), cells)
     import psutil
 
     by_memory = int(psutil.virtual_memory().available // WORKER_BYTES)

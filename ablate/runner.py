@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,15 +113,15 @@ def run(config: Config, *, console: Console | None = None, function: str = CELL_
 
     todo = [item.cell for item in planned if item.state != "done"]
     workers = resolve.jobs(config, len(todo)) if todo else 1
-    launches = list(make_launchers(config, todo, workers, function))
+    launcher = make_launcher(config, workers, function) if todo else None
     console.print(f"{config.experiment}: {counts(planned)} in {folder}", highlight=False, soft_wrap=True)
     if todo:
         console.print(choices(config, workers), highlight=False, soft_wrap=True)
     board = Board(console, len(planned), finished=len(planned) - len(todo))
     try:
         with board.live():
-            for launcher, cells in launches:
-                launcher.run(cells, folder, board)
+            if launcher:
+                launcher.run(todo, folder, board)
     except KeyboardInterrupt:
         console.print("interrupted: run the same command again to go on from the last checkpoints", highlight=False)
         return INTERRUPTED
@@ -151,26 +150,11 @@ def run(config: Config, *, console: Console | None = None, function: str = CELL_
     return FAILED if board.failed or not reported else OK
 
 
-def make_launchers(
-    config: Config, todo: Sequence[Cell], workers: int, function: str
-) -> Iterator[tuple[Launcher, list[Cell]]]:
-    """The launcher of `jobs=` with its cells: worker processes, spread over the CUDA devices, or this process for 0.
-
-    Several, to run one after the other, where cells name different ones of the machine's CUDA devices.
-    """
+def make_launcher(config: Config, workers: int, function: str) -> Launcher:
+    """The launcher of `jobs=`: worker processes, spread over the CUDA devices, or this process for jobs=0."""
     if workers == 0:
-        yield InProcess(function), list(todo)
-        return
-    threads = resolve.threads(config, workers)
-    cards = {device: resolve.cards(device) for device in dict.fromkeys(cell.config.device for cell in todo)}
-    groups: list[list[dict[str, str]]] = []
-    for chosen in cards.values():
-        if chosen not in groups:
-            groups.append(chosen)
-    for chosen in groups:
-        cells = [cell for cell in todo if cards[cell.config.device] == chosen]
-        beside = min(workers, len(chosen)) if config.jobs == "auto" and chosen else workers
-        yield LocalLauncher(beside, threads, config.retries, function, chosen), cells
+        return InProcess(function)
+    return LocalLauncher(workers, resolve.threads(config, workers), config.retries, function, resolve.cards(config))
 
 
 def choices(config: Config, workers: int) -> str:

@@ -42,6 +42,17 @@ POINT_AXIS = "point"  # in config.json["cell"]["point"]: the axis of named point
 
 # metrics.jsonl. TRL's names where TRL has one; rewards/<function>/mean and /std come on top for each reward function.
 STEP = "step"  # optimizer step, counted from 1
+# Parts of a step in their order, each a column time/<part>: seconds that add up to step_time.
+PARTS = (
+    "rollout",  # completions drawn, decoded and stored, advantages
+    "sync",  # the policy brought into the engine, the engine's memory mapped and given back
+    "reward",
+    "old_logps",
+    "reference",  # the reference's log-probs, or its hidden states
+    "loss",  # forward and backward
+    "exact_kl",  # kl_exact/*, on the steps that measure them
+    "optimizer",  # and all that is left: logging, checkpoints
+)
 METRICS = (
     "loss",
     "grad_norm",
@@ -62,15 +73,8 @@ METRICS = (
     "completions/clipped_ratio",
     "tokens_per_second",
     "peak_memory_bytes",
-    "step_time",  # seconds, of the whole step: the sum of the parts
-    "time/rollout",  # completions drawn, decoded and stored, advantages
-    "time/sync",  # the policy brought into the engine, the engine's memory mapped and given back
-    "time/reward",
-    "time/old_logps",
-    "time/reference",  # the reference's log-probs, or its hidden states
-    "time/loss",  # forward and backward
-    "time/exact_kl",  # kl_exact/*, on the steps that measure them
-    "time/optimizer",  # and all that is left
+    "step_time",  # seconds, of the whole step
+    *(f"time/{part}" for part in PARTS),
 )
 # As METRICS, where there is something to tell.
 GPU_BUSY = "gpu/busy"  # share of the step in which the GPU ran kernels, 0 to 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shlex
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
@@ -16,10 +15,9 @@ from analysis import stats
 from analysis.checks import git_sha
 from analysis.formats import MISSING, Table, number
 from analysis.load import Runs
+from analysis.style import PARTS
 from analysis.tables import breaks, coordinates, grid, hash_name
 
-# In the order of a step. `logps` is what runs hold that did not time old and reference log-probs apart.
-PARTS = ("rollout", "sync", "reward", "old_logps", "reference", "logps", "loss", "exact_kl", "optimizer")
 PACKAGES = ("torch", "triton", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "vllm", "numpy")
 MIB = 2**20
 
@@ -116,7 +114,7 @@ def repeat_table(runs: Runs) -> Table:
 
 def _repeat(runs: Runs, environments: list[dict[str, Any]]) -> Iterable[tuple[str, str]]:
     sessions = [s for e in environments for s in (e.get("sessions") or [e]) if isinstance(s, dict)]
-    yield "command", _each(_without_out(s.get("command")) for s in sessions)
+    yield "command", _each(s.get("command") for s in sessions)
     yield "commit", _each(_commit(e) for e in environments)
     yield "Python", _each(e.get("python") for e in environments)
     yield "packages", _each(_packages(e) for e in environments)
@@ -159,14 +157,6 @@ def _covered(spans: list[tuple[datetime, datetime]]) -> float:
         total += max(0.0, (stop - start).total_seconds())
         end = stop if end is None else max(end, stop)
     return total
-
-
-def _without_out(command: Any) -> str:
-    """A command without its out=FOLDER, which decides no number."""
-    try:
-        return shlex.join(word for word in shlex.split(str(command or "")) if not word.startswith("out="))
-    except ValueError:  # no command line
-        return str(command)
 
 
 def _each(values: Iterable[Any], most: int = 8) -> str:

@@ -167,9 +167,11 @@ def write_atomic(path: Path, data: bytes | str) -> Path:
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)  # mkstemp gives 0600, which would hide a report from its other readers
         os.replace(temporary, path)
-    except OSError as error:
+    except BaseException as error:
         if temporary is not None and os.path.exists(temporary):
             os.unlink(temporary)
+        if not isinstance(error, OSError):
+            raise
         raise ValueError(
             f"cannot write the report file {path}: {error.strerror or error}; "
             "free the folder or give another one (write_report's argument out)"

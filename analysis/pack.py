@@ -40,6 +40,11 @@ def pack(folder: Path, target: Path, *, rollouts: bool = False) -> list[Path]:
     stored = {cell: stored_steps(folder, cell.name) if rollouts else [] for cell in cells}
     for cell in cells:
         _refuse_another(cell, target / cell.name)
+        if not rollouts and (target / cell.name / schema.ROLLOUTS_DIR).exists():
+            raise ValueError(
+                f"{target / cell.name}: holds completions of an earlier packing, which may be another run's; nothing "
+                "was packed: say --rollouts, or delete them"
+            )
         for step in stored[cell]:
             load_rollouts(folder, cell.name, step)  # raises RunFileError where it cannot be read
     for cell in cells:
@@ -49,7 +54,8 @@ def pack(folder: Path, target: Path, *, rollouts: bool = False) -> list[Path]:
                 write_atomic(place / name, (cell / name).read_bytes())
         rows = read_bytes(cell / schema.METRICS_FILE)
         write_atomic(place / f"{schema.METRICS_FILE}{PACKED}", gzip.compress(rows, 9, mtime=0))
-        shutil.rmtree(place / schema.ROLLOUTS_DIR, ignore_errors=True)  # of an earlier packing
+        if rollouts:
+            shutil.rmtree(place / schema.ROLLOUTS_DIR, ignore_errors=True)  # of an earlier packing
         for step in stored[cell]:
             file = cell / schema.ROLLOUTS_DIR / f"step-{step:06d}.parquet"
             write_atomic(target / file.relative_to(folder), file.read_bytes())

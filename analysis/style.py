@@ -31,7 +31,8 @@ _COLORS = ("#8E5BB5", "#5CB8E6", "#111111", "#E58FB8", "#777777", "#8A5A2B")
 _LINES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 _MARKERS = ("v", "P", "X", "<", "h", ">", "p", "*", "d")
 
-# Parts of a step: rollouts and weights on their way to the engine in blue, log-probs in violet, loss and optimizer.
+# schema.PARTS: rollouts and weights on their way to the engine in blue, log-probs in violet, loss and optimizer.
+# `logps` is what runs hold that did not time old and reference log-probs apart.
 PARTS = {
     "rollout": "#3B6FA0",
     "sync": "#8FBAD9",

@@ -165,7 +165,7 @@ class VllmEngine:
             live_engine.discard(live, error)
             if isinstance(error, EngineError | sampling.SamplingError):
                 raise
-            raise EngineError(f"vLLM stopped: {type(error).__name__}: {error}") from error
+            raise EngineError(f"vLLM stopped: {live_engine.words(error)}") from error
 
     @contextlib.contextmanager
     def _timed(self, stats: dict[str, float], name: str) -> Iterator[None]:

@@ -39,15 +39,13 @@ REFUSED = {
 
 
 class EngineError(RuntimeError):
-    """vLLM could not start, ran out of memory or stopped in the middle; the message is its own.
+    """vLLM could not start, ran out of memory or stopped in the middle; the message is its own."""
 
-    Where the exception that it was raised from has no words, as of a bare assert, the line that raised it is given.
-    """
 
-    def __str__(self) -> str:
-        text, cause = super().__str__(), self.__cause__
-        frames = traceback.extract_tb(cause.__traceback__) if cause is not None and not str(cause) else []
-        return f"{text}{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else text
+def words(error: Exception) -> str:
+    """Type and message of an exception; in place of no message, as of a bare assert, the line that raised it."""
+    raised = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {str(error) or f'{raised.filename}:{raised.lineno}: {raised.line}'}"
 
 
 @dataclass(frozen=True)
@@ -286,7 +284,7 @@ def _start(spec: Spec, plan: Mapping[str, Any]) -> Any:
     except Exception as error:
         _let_go(error)
         _collect(spec.device)
-        raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+        raise EngineError(f"vLLM did not start: {words(error)}") from error
 
 
 @contextlib.contextmanager

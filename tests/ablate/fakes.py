@@ -44,11 +44,11 @@ def run_cell(cell: Any, directory: Any, on_step: Any) -> dict[str, Any]:
     pause = float(os.environ.get("FAKE_PAUSE", "0"))
     print(f"training {cell.name}", flush=True)
     machine = json.loads(os.environ.get("FAKE_ENV", "{}"))
-    directory.write_env({"python": "3", "pid": os.getpid(), "omp": os.environ.get("OMP_NUM_THREADS"), **machine})
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "none")
-    (directory.path / "card").write_text(visible)
+    omp, visible = os.environ.get("OMP_NUM_THREADS"), os.environ.get("CUDA_VISIBLE_DEVICES", "none")
     with mock.patch.object(resolve, "cuda_devices", lambda: 0 if visible == "none" else visible.count(",") + 1):
-        (directory.path / "device").write_text(resolve.device(cell.config.device).name)
+        device = resolve.device(cell.config.device).name
+    env = {"python": "3", "pid": os.getpid(), "omp": omp, "card": visible, "saw": device}
+    directory.write_env({**env, **machine})
     found = directory.latest_checkpoint()
     start, value = 0, float(cell.seed)
     if found:

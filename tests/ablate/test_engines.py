@@ -64,18 +64,29 @@ def vllm_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "cuda_devices", lambda: 1)
 
 
-@pytest.mark.parametrize(
-    "overrides", [("rollout=vllm", "device=auto"), ("rollout=auto", "device=auto"), ("rollout=auto", "device=cuda:0")]
-)
+FLOAT32 = r"train\.dtype=float32: with {} .*train\.dtype=bfloat16 or float16, or rollout=transformers"
+
+
+@pytest.mark.parametrize("overrides", [("rollout=vllm",), ("rollout=auto",), ("rollout=auto", "device=cuda:0")])
 def test_an_adapter_in_float32_on_cuda_is_refused_with_the_way_out(
     overrides: tuple[str, ...], vllm_is_there: None
 ) -> None:
-    asked = config("train.dtype=float32", *overrides)
-    match = rf"train\.dtype=float32: with {overrides[0]} .*train\.dtype=bfloat16 or float16, or rollout=transformers"
-    with pytest.raises(ConfigError, match=match):
-        engines.check_dtype(asked)
-    with pytest.raises(ConfigError, match=match):  # a cell that nobody has checked before
-        engines.start(asked, None, None, [])
+    with pytest.raises(ConfigError, match=FLOAT32.format(overrides[0])):  # a cell that nobody has checked before
+        engines.start(config("train.dtype=float32", *overrides), None, None, [])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("train.lora=true",),
+        ("train.lora=true", "grid.train.dtype=bfloat16,float32"),
+        ("train.dtype=float32", "grid.train.lora=false,true"),
+    ],
+)
+def test_it_is_refused_with_the_config(given: tuple[str, ...], vllm_is_there: None) -> None:
+    with pytest.raises(ConfigError, match=FLOAT32.format("rollout=auto")):
+        configs.load(["grid=none", *given])
+    configs.load(["grid=none", "device=cpu", *given])
 
 
 @pytest.mark.parametrize(

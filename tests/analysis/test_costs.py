@@ -12,6 +12,7 @@ from analysis import costs, stats, tables
 from analysis.embed import block
 from analysis.formats import MISSING
 from analysis.load import load
+from analysis.style import PARTS
 from tests.analysis import make_fixture
 
 
@@ -42,6 +43,10 @@ def test_a_step_too_short_for_a_sample_of_the_gpu_is_left_out(points: Path, tmp_
     table = costs.timing_table(load(target))
     busy = {row[1]: dict(zip(table.headers, row, strict=True))["GPU busy"] for row in table.rows}
     assert busy == {"fp32": "61 %", "bf16": MISSING, "fp8_head": "61 %"}
+
+
+def test_every_part_has_its_colour_in_order() -> None:
+    assert [part for part in PARTS if part != "logps"] == list(schema.PARTS)
 
 
 def test_a_row_is_the_median_without_the_first_step(demo: Path) -> None:
@@ -158,17 +163,3 @@ def test_the_sampler_beside_the_trainer(demo: Path, points: Path) -> None:
         "0.940",
         "1.036",
     )
-
-
-@pytest.mark.parametrize(
-    ("typed", "shown"),
-    [
-        ("python -m ablate run jobs=2 out=/data/runs", "python -m ablate run jobs=2"),
-        ("ablate run 'out=my runs' 'wandb.notes=old out=b new'", "ablate run 'wandb.notes=old out=b new'"),
-        ("ablate run timeout=3 layout=x", "ablate run timeout=3 layout=x"),
-        ("no 'command", "no 'command"),
-        (None, ""),
-    ],
-)
-def test_a_command_is_shown_without_where_its_runs_went(typed: str | None, shown: str) -> None:
-    assert costs._without_out(typed) == shown

@@ -63,8 +63,11 @@ def test_completions_come_along_when_asked_for(tmp_path: Path) -> None:
     before, kept = load.load(FIXTURE), tmp_path / "kept" / "demo"
     shutil.copytree(tmp_path / "demo", kept)
     after = load.load(kept)
-    again = pack(FIXTURE, tmp_path / "demo")  # without them: none of an earlier packing stays
-    assert again and not list((tmp_path / "demo").rglob("*.parquet"))
+    with pytest.raises(ValueError, match="holds completions of an earlier packing.*say --rollouts"):
+        pack(FIXTURE, tmp_path / "demo")
+    (tmp_path / "demo" / stored[0]).with_name("step-000007.parquet").write_bytes(b"of another run")
+    pack(FIXTURE, tmp_path / "demo", rollouts=True)
+    assert len(list((tmp_path / "demo").rglob("*.parquet"))) == len(stored)
     right = samples.matching(after, r"^43\+38=\n81$", "^43")  # refers to both, prompt and completion
     assert right.rows == samples.matching(before, r"^43\+38=\n81$", "^43").rows != ()
     row = right.frame.set_index(["variant", "beta"]).loc[("full_reverse_kl", 0.04)]

@@ -32,7 +32,7 @@ def test_stored_rollouts(tmp_path: Path, dtype: str, lora: bool, limit: float) -
     result = replay_backends.compare(replay.parse([*words, "step=2"]))
     assert result["backends"] == ["triton", "chunked", "reference"] and result["device"].startswith(DEVICE)
     for row in result["variants"]:
-        assert all(norm > 0 for norm in row["grad_norm"]["model"].values())
+        assert all(norms["model"] > 0 for norms in row["grad_norm"].values())
         for pair in row["pairs"]:
             assert max(pair["relative"].values()) <= limit, (row["name"], pair)
             assert pair["log_probs"] <= 1e-4
