@@ -159,3 +159,17 @@ def test_files_and_exit_code(full: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_refusals(words: list[str], said: str, full: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         compare(full, *words)
+
+
+def test_a_gradient_near_zero_is_compared_with_the_largest_one() -> None:
+    def row(norm: float, difference: float) -> dict[str, Any]:
+        pair = {"backends": ["chunked", "reference"], "relative": {"hidden": difference}}
+        return {"grad_norm": {name: {"hidden": norm} for name in pair["backends"]}, "pairs": [pair]}
+
+    rows = [row(2.0, 1e-6), row(1e-12, 1e-9), row(0.0, 0.0)]
+    replay_backends._divide(rows)
+    found = [one["pairs"][0]["relative"]["hidden"] for one in rows]
+    assert found == pytest.approx([5e-7, 1e-9 / (2.0 * 1e-3), 0.0])
+    nothing = [row(0.0, 0.0)]
+    replay_backends._divide(nothing)
+    assert nothing[0]["pairs"][0]["relative"] == {"hidden": 0.0}
