@@ -123,8 +123,10 @@ def test_a_cell_in_float16_resumes_with_its_scale(tmp_path: Path, options: tuple
 
     whole, _ = run(tmp_path / "a", *CELL, *options)
     rows = whole.metrics()
-    assert [row["skipped_steps"] for row in rows] == [0.0] * 4
-    assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)
+    # The model is made on this machine; for some of them GradScaler's first scale is too large, and is halved once.
+    skipped = [row["skipped_steps"] for row in rows]
+    assert skipped in ([0.0] * 4, [1.0, 0.0, 0.0, 0.0])
+    assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows if not row["skipped_steps"])
     assert rows[1]["kl_exact/reverse"] == 0 < rows[3]["kl_exact/reverse"]
     with pytest.raises(Killed):
         run(tmp_path / "b", *CELL, *options, on_step=stop)
