@@ -370,8 +370,7 @@ def validate(config: Config) -> None:
     ):
         if word not in words:
             raise unknown(key, word, words)
-    if not keys.DEVICE.fullmatch(config.device):
-        raise unknown("device", config.device, ("auto", "cpu", "cuda", "cuda:0"))
+    keys.check_device(config.device)
     if isinstance(config.jobs, str) and config.jobs != "auto" or isinstance(config.jobs, int) and config.jobs < 0:
         raise ConfigError(f"jobs={config.jobs}: a number of cells side by side, auto, or 0 for this process")
     if train.load_in_4bit and not train.lora and config.grid.get("train.lora") is None:

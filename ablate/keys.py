@@ -16,14 +16,19 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from ablate import aliases
-from ablate.errors import ConfigError, nearest
+from ablate.errors import ConfigError, nearest, unknown
 from ablate.schema import is_execution
 
 OPEN_GROUPS = ("trl", "peft", "sampling", "vllm", "wandb", "task_options", "loss.params")
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # so called in GRPOConfig and every engine
 MOST_CELLS = 1_000  # of one variant: more is a slip of the pen, and planning them would take minutes
 AXES = ("grid", "points")  # these hold keys of the schema themselves
-DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+def check_device(name: str) -> None:
+    """Raise ConfigError for a `device=` that is none, whether or not this machine has it."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
+        raise unknown("device", name, ("auto", "cpu", "cuda", "cuda:0"))
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ from typing import Any
 
 import losses
 from ablate.errors import ConfigError, unknown
-from ablate.keys import DEVICE
+from ablate.keys import check_device
 from losses.backends.resolve import BACKENDS
 
 KEYS = ("run", "variants", "step", "policy", "device", "micro_batch_size", "tolerance", "backends")
@@ -54,12 +54,11 @@ def parse(overrides: Sequence[str]) -> Request:
             values[key] = None if (key, value) == ("step", "last") else _number(key, value, int, 1)
         elif key == "backends":
             values[key] = _backends(value)
-        elif key == "device" and not DEVICE.fullmatch(value):
-            raise ConfigError(f"device={value}: must be auto, cpu, cuda or cuda:N")
         else:
             values[key] = _number(key, value, float, 0.0) if key == "tolerance" else value
     if "run" not in values:
         raise ConfigError("run=FOLDER is needed: an experiment or one of its cells, such as runs/default")
+    check_device(values.get("device", Request.device))
     return Request(**{**values, "run": Path(values["run"]).expanduser()}, params=params)
 
 

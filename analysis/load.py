@@ -146,22 +146,21 @@ def load_rollouts(
 
     An empty frame where the cell stores none. Raises RunFileError where the file cannot be read.
     """
-    folder = directory / cell / schema.ROLLOUTS_DIR
-    files = sorted(folder.glob("step-*.parquet"))
-    if step is not None:
-        files = [f for f in files if f.stem == f"step-{step:06d}"]
-    if not files:
+    stored = stored_rollouts(directory, cell)
+    file = stored.get(max(stored, default=0) if step is None else step)
+    if file is None:
         return pd.DataFrame(columns=columns or list(schema.ROLLOUT_COLUMNS))
     try:
-        return pd.read_parquet(files[-1], columns=columns)
+        return pd.read_parquet(file, columns=columns)
     except Exception as error:  # pyarrow raises half a dozen unrelated types for a damaged file
-        raise RunFileError(files[-1], None, f"not a readable parquet file ({error})") from error
+        raise RunFileError(file, None, f"not a readable parquet file ({error})") from error
 
 
-def stored_steps(directory: Path, cell: str) -> list[int]:
-    """The optimizer steps whose completions a cell stores."""
-    names = [path.stem for path in (directory / cell / schema.ROLLOUTS_DIR).glob("step-*.parquet") if path.is_file()]
-    return sorted(int(name[5:]) for name in names if re.fullmatch(r"step-\d{6,}", name))
+def stored_rollouts(directory: Path, cell: str) -> dict[int, Path]:
+    """The files of a cell's stored completions by optimizer step, in their order."""
+    paths = (directory / cell / schema.ROLLOUTS_DIR).glob("step-*.parquet")
+    known = [path for path in paths if re.fullmatch(r"step-\d{6,}", path.stem) and path.is_file()]
+    return {step: path for step, path in sorted((int(path.stem[5:]), path) for path in known)}
 
 
 def _nearest(directory: Path) -> str:

@@ -167,6 +167,7 @@ def _section(folder: Path) -> Iterator[tuple[str, str]]:
     if any(folder.glob("*/rollouts/*.parquet")):
         yield "markdown", "### Completions"
         yield "code", "samples.table(runs)"
-        if any("sums" in str(found.get("task")) for found in runs.environments.values()):
+        known = [found["task"] for found in runs.environments.values() if isinstance(found.get("task"), dict)]
+        if any(task.get("name") == "sums" for task in known):
             yield "markdown", "Sums of three numbers: stored completions that take both steps, each with its numbers:"
             yield "code", "samples.matching(runs, *samples.BOTH_STEPS)"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ablate import schema
 from analysis.files import PACKED, read_bytes, read_json, write_atomic
-from analysis.load import load, load_rollouts, stored_steps
+from analysis.load import load, load_rollouts, stored_rollouts
 from analysis.render import write_kept
 
 WHOLE = (schema.CONFIG_FILE, schema.ENV_FILE, schema.EVAL_FILE)
@@ -37,7 +37,7 @@ def pack(folder: Path, target: Path, *, rollouts: bool = False) -> list[Path]:
             f"damaged: {'; '.join(why[:5])}"
         )
     cells = [folder / name for name in sorted(finished)]
-    stored = {cell: stored_steps(folder, cell.name) if rollouts else [] for cell in cells}
+    stored = {cell: stored_rollouts(folder, cell.name) if rollouts else {} for cell in cells}
     for cell in cells:
         _refuse_another(cell, target / cell.name)
         if not rollouts and (target / cell.name / schema.ROLLOUTS_DIR).exists():
@@ -56,8 +56,7 @@ def pack(folder: Path, target: Path, *, rollouts: bool = False) -> list[Path]:
         write_atomic(place / f"{schema.METRICS_FILE}{PACKED}", gzip.compress(rows, 9, mtime=0))
         if rollouts:
             shutil.rmtree(place / schema.ROLLOUTS_DIR, ignore_errors=True)  # of an earlier packing
-        for step in stored[cell]:
-            file = cell / schema.ROLLOUTS_DIR / f"step-{step:06d}.parquet"
+        for file in stored[cell].values():
             write_atomic(target / file.relative_to(folder), file.read_bytes())
         for replay in cell.glob(f"{schema.REPLAY_DIR}/*/{schema.REPLAY_FILE}"):
             read_json(replay)

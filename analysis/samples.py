@@ -13,7 +13,7 @@ import pandas as pd
 from analysis import tables
 from analysis.files import Problem, RunFileError
 from analysis.formats import MISSING, Table
-from analysis.load import Runs, load_rollouts, place, stored_steps
+from analysis.load import Runs, load_rollouts, place, stored_rollouts
 
 COLUMNS = ["step", "group", "sample", "prompt", "completion", "rewards", "advantage"]
 # Of `matching`, for the task `sums`: in a + b - c the completion begins with a + b = x and carries x on, x - c = y.
@@ -101,7 +101,7 @@ def matching(runs: Runs, wanted: str, asked: str = "") -> Table:
     """
     found, left_out = [], []
     for cell in runs.done.itertuples():
-        for step in stored_steps(runs.directory, cell.cell):
+        for step in stored_rollouts(runs.directory, cell.cell):
             try:
                 frame = load_rollouts(runs.directory, cell.cell, step, columns=["prompt", "completion"]).astype(str)
             except RunFileError as error:

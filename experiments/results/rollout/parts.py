@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sysconfig
 import time
 import traceback
@@ -56,10 +55,12 @@ def provenance() -> dict[str, Any]:
     import trl
     import vllm
 
+    from ablate.provenance import git
+
     return {
         "device": "cpu" if CPU else torch.cuda.get_device_name(),
         "versions": {m.__name__: m.__version__ for m in (torch, triton, transformers, trl, peft, vllm)},
-        "commit": os.environ.get("ABLATE_COMMIT"),
+        "commit": git()["sha"],
         "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }
 
