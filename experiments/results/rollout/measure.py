@@ -1,6 +1,6 @@
 """Rollouts by vLLM beside a trainer, measured on a CUDA device with random weights of known shapes.
 
-    python experiments/results/rollout/measure.py --out DIR [--parts small,large,fp8,memory,stock,four_bit]
+    python experiments/results/rollout/measure.py --out DIR [--parts small,large,...]
     MEASURE_DEVICE=cpu python experiments/results/rollout/measure.py --out DIR      # tries all of it, tiny, on a CPU
 
 The parts, most important first; `parts.py` holds them:
@@ -14,6 +14,7 @@ The parts, most important first; `parts.py` holds them:
               second engine of the process
     stock     the step of `small` by TRL's GRPOTrainer with colocated vLLM and sleep mode
     four_bit  SmolLM2's shape in a bitsandbytes engine: the log-prob mismatch
+    decode    what bounds a decode step of `small`: its kernels by name, and the host's time
 
 Each part has a process of its own, since vLLM's sleep-mode allocator serves one engine a process, and a time limit.
 All processes load their libraries at once, then have the device one after the other. DIR/<part>.json is written at
@@ -41,6 +42,7 @@ LIMITS = {
     "memory": 110,
     "stock": 110,
     "four_bit": 60,
+    "decode": 90,
 }  # seconds, engine's start included
 LOADING = 90  # seconds for imports and for making models
 

@@ -262,8 +262,56 @@ def four_bit(save: Save) -> None:
     save(train=train(live, model, rows, length, 5, backend=working_backend(), shared=False))
 
 
+def decode(save: Save) -> None:
+    """What bounds a decode step: its kernels by name, and where the host's time goes."""
+    import cProfile
+    import io
+    import pstats
+
+    import torch
+    from peft import get_peft_model
+
+    from ablate.rollout.vllm import VllmEngine
+
+    rows, length = scaled(64, 8), scaled(256, 8)
+    live = start("smollm2", rows, length)
+    model = get_peft_model(live.shared_model(), lora())
+    ids = [[100 + (i * 37 + k) % 900 for k in range(PROMPT)] for i in range(rows // 8) for _ in range(8)]
+
+    def generate(tokens: int, step: int) -> float:
+        engine = VllmEngine(live, eos_token_ids=[1], max_completion_length=tokens, shared=True)
+        engine.checked_difference = 0.0
+        return engine.generate(model, ids, seed=step, step=step, num_generations=8).stats["rollout/generate_seconds"]
+
+    generate(length, 0)
+    seconds = [generate(length, step) for step in range(1, 6)]
+    save(generate_ms=[round(1e3 * s, 1) for s in seconds], ms_a_token=1e3 * median(seconds) / length)
+    short = max(2, length // 4)
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
+        wall = generate(short, 6)
+    rows_ = [e for e in profile.key_averages() if e.self_device_time_total > 0 and not e.key.startswith("cuda")]
+    kernels = sorted(rows_, key=lambda e: -e.self_device_time_total)
+    save(
+        profiled_ms_a_token=1e3 * wall / short,
+        device_us_a_token=sum(e.self_device_time_total for e in kernels) / short,
+        kernels_a_token=sum(e.count for e in kernels) / short,
+        kernels=[
+            {"name": e.key[:90], "a_token": round(e.count / short, 2), "us": round(e.self_device_time_total / short, 2)}
+            for e in kernels[:40]
+        ],
+    )
+    host = cProfile.Profile()
+    host.runcall(generate, length, 7)
+    text = io.StringIO()
+    statistics = pstats.Stats(host, stream=text).strip_dirs()
+    statistics.sort_stats("cumulative").print_stats(70)
+    statistics.sort_stats("tottime").print_stats(40)
+    save(host=text.getvalue().splitlines())
+
+
 PARTS: dict[str, Callable[[Save], None]] = {
     "small": small, "large": large, "fp8": fp8, "memory": memory, "stock": stock, "four_bit": four_bit,
+    "decode": decode,
 }  # fmt: skip
 
 
