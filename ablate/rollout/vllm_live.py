@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from ablate import status
+from ablate.rollout import vllm_adapters as adapters
 from ablate.rollout import vllm_memory as memory
 from ablate.rollout import vllm_sampling as sampling
 from ablate.rollout import vllm_share as share
 from ablate.rollout import vllm_sync as sync
 
 logger = logging.getLogger(__name__)
-OWN_OPTIONS = ("share_weights",)  # of vllm.*: read here, not by vLLM
+OWN_OPTIONS = ("share_weights", "fused_adapters")  # of vllm.*: read here, not by vLLM
 REFUSED = {
     "model": "it follows from model=",
     "tokenizer": "it follows from model=",
@@ -108,6 +109,8 @@ class Live:
             "options": {k: v for k, v in self.plan.items()},
             "kv_tokens": self.kv_tokens,
         }
+        if spec.rank:
+            self.notes["adapters"] = "fused kernel in decode" if adapters.in_use() else "vLLM's kernels"
         if self.device.type == "cuda":
             self.notes["bytes_without_kv"] = free - memory.memory(self.device)[0] - self.plan["kv_cache_memory_bytes"]
         shown = ", ".join(f"{k}={v}" for k, v in self.plan.items())
@@ -280,11 +283,20 @@ def _start(spec: Spec, plan: Mapping[str, Any]) -> Any:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": sync.max_rank(spec.rank)}
     try:
         with _keeping_generators(spec.device), keeping_hooks(), _plain_layouts(spec.device):
+            adapters.use(_fuses(spec, plan))
             return LLM(**arguments)
     except Exception as error:
         _let_go(error)
         _collect(spec.device)
         raise EngineError(f"vLLM did not start: {words(error)}") from error
+
+
+def _fuses(spec: Spec, plan: Mapping[str, Any]) -> bool:
+    """Whether the engine may have the fused adapters: torch.compile could not trace their launch."""
+    compiled = plan.get("compilation_config")
+    plain = plan.get("enforce_eager") or (isinstance(compiled, Mapping) and compiled.get("mode") == 0)
+    asked = spec.options.get("fused_adapters") is not False
+    return bool(spec.device.type == "cuda" and spec.rank > 0 and plain and asked)
 
 
 @contextlib.contextmanager
