@@ -36,14 +36,20 @@ def in_use() -> bool:
 
 def _install_in_vllm() -> bool:
     try:
+        from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
         from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
     except ImportError:
         return False
-    return install(PunicaWrapperGPU)
+    return install(PunicaWrapperGPU, LogitsProcessorWithLoRA)
 
 
-def install(wrapper: type) -> bool:
-    """Puts `add_lora_linear` on a class like vLLM's PunicaWrapperGPU, once; whether it is there afterwards."""
+def install(wrapper: type, logits: type) -> bool:
+    """Puts the methods below on classes like vLLM's PunicaWrapperGPU and LogitsProcessorWithLoRA, once; whether
+    `add_lora_linear` is there afterwards. `add_lora_logits` comes only with both methods that keep its mark true."""
+    marked = _replace(logits, "set_lora", ("self", "index", "lora_a", "lora_b"), set_lora)
+    marked = marked and _replace(logits, "reset_lora", ("self", "index"), reset_lora)
+    if marked:
+        _replace(wrapper, "add_lora_logits", LOGITS_PARAMETERS, add_lora_logits)
     return _replace(wrapper, "add_lora_linear", PARAMETERS, add_lora_linear)
 
 
@@ -62,6 +68,27 @@ def _replace(owner: type, name: str, parameters: tuple[str, ...], function: Any)
     method._vllm_own = original  # type: ignore[attr-defined]
     setattr(owner, name, method)
     return True
+
+
+def set_lora(own: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    """LogitsProcessorWithLoRA.set_lora, which calls reset_lora first."""
+    try:
+        own(layer, *args, **kwargs)
+    finally:
+        layer.lora_a_stacked.adapts_nothing = False
+
+
+def reset_lora(own: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    """LogitsProcessorWithLoRA.reset_lora: what vLLM calls for an adapter that does not name the layer."""
+    own(layer, *args, **kwargs)
+    layer.lora_a_stacked.adapts_nothing = len(layer.lora_a_stacked) == 1
+
+
+def add_lora_logits(own: Any, wrapper: Any, y: Tensor, x: Tensor, lora_a_stacked: Tensor, *args: Any, **kw: Any) -> Any:
+    """PunicaWrapperGPU.add_lora_logits, left out where the one adapter does not adapt the head: it would add zeros."""
+    if _enabled and getattr(lora_a_stacked, "adapts_nothing", False):
+        return None
+    return own(wrapper, y, x, lora_a_stacked, *args, **kw)
 
 
 def add_lora_linear(
