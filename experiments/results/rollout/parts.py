@@ -263,50 +263,64 @@ def four_bit(save: Save) -> None:
 
 
 def decode(save: Save) -> None:
-    """What bounds a decode step: its kernels by name, and where the host's time goes."""
-    import cProfile
-    import io
-    import pstats
+    """A decode step with adapters by one kernel and by vLLM's own; of the former its kernels and the host's time."""
+    from ablate.rollout import vllm_live
 
-    import torch
+    length = scaled(256, 8)
+    for name, fused in (("vllm", False), ("fused", True)):
+        live, generate = drawing(fused)
+        generate(length, 0)
+        seconds = [generate(length, step) for step in range(1, 6)]
+        figures = {"generate_ms": [round(1e3 * s, 1) for s in seconds], "ms_a_token": 1e3 * median(seconds) / length}
+        save(**{name: figures | {"notes": live.notes}})
+        if not fused:
+            del live, generate
+            vllm_live.release()
+    save(**profiled(generate, max(2, length // 4)))
+
+
+def drawing(fused: bool) -> tuple[Any, Callable[[int, int], float]]:
+    """An engine, and a function of (tokens, step) that draws `small`'s completions and returns its seconds."""
     from peft import get_peft_model
 
     from ablate.rollout.vllm import VllmEngine
 
-    rows, length = scaled(64, 8), scaled(256, 8)
-    live = start("smollm2", rows, length)
+    rows = scaled(64, 8)
+    live = start("smollm2", rows, scaled(256, 8), fused_adapters=fused)
     model = get_peft_model(live.shared_model(), lora())
     ids = [[100 + (i * 37 + k) % 900 for k in range(PROMPT)] for i in range(rows // 8) for _ in range(8)]
 
     def generate(tokens: int, step: int) -> float:
         engine = VllmEngine(live, eos_token_ids=[1], max_completion_length=tokens, shared=True)
-        engine.checked_difference = 0.0
         return engine.generate(model, ids, seed=step, step=step, num_generations=8).stats["rollout/generate_seconds"]
 
-    generate(length, 0)
-    seconds = [generate(length, step) for step in range(1, 6)]
-    save(generate_ms=[round(1e3 * s, 1) for s in seconds], ms_a_token=1e3 * median(seconds) / length)
-    short = max(2, length // 4)
-    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
-        wall = generate(short, 6)
-    rows_ = [e for e in profile.key_averages() if e.self_device_time_total > 0 and not e.key.startswith("cuda")]
-    kernels = sorted(rows_, key=lambda e: -e.self_device_time_total)
-    save(
-        profiled_ms_a_token=1e3 * wall / short,
-        device_us_a_token=sum(e.self_device_time_total for e in kernels) / short,
-        kernels_a_token=sum(e.count for e in kernels) / short,
-        kernels=[
-            {"name": e.key[:90], "a_token": round(e.count / short, 2), "us": round(e.self_device_time_total / short, 2)}
-            for e in kernels[:40]
-        ],
-    )
+    return live, generate
+
+
+def profiled(generate: Callable[[int, int], float], tokens: int) -> dict[str, Any]:
+    """Kernels by name, in microseconds a token, and cProfile's report of the host."""
+    import cProfile
+    import io
+    import pstats
+
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        wall = generate(tokens, 6)
+    kernels = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
     host = cProfile.Profile()
-    host.runcall(generate, length, 7)
+    host.runcall(generate, tokens, 7)
     text = io.StringIO()
-    statistics = pstats.Stats(host, stream=text).strip_dirs()
-    statistics.sort_stats("cumulative").print_stats(70)
-    statistics.sort_stats("tottime").print_stats(40)
-    save(host=text.getvalue().splitlines())
+    pstats.Stats(host, stream=text).strip_dirs().sort_stats("tottime").print_stats(40)
+    return {
+        "profiled_ms_a_token": 1e3 * wall / tokens,
+        "device_us_a_token": sum(event.self_device_time_total for event in kernels) / tokens,
+        "kernels": [
+            [event.key[:90], round(event.count / tokens, 2), round(event.self_device_time_total / tokens, 2)]
+            for event in kernels[:40]
+        ],
+        "host": text.getvalue().splitlines(),
+    }
 
 
 PARTS: dict[str, Callable[[Save], None]] = {
