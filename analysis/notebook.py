@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from analysis import load, replay, tables
+from analysis import load, replay, scores, tables
 from analysis.files import write_atomic
 from analysis.formats import escape_markdown
 
@@ -25,7 +25,7 @@ INTRODUCTION = """# What the runs show
 Every number, figure and sentence in the outputs below is made by a function of `analysis` from run files. To see runs
 of your own: `python -m ablate report runs/default --page my.ipynb`.
 """
-MODULES = ("costs", "load", "plots", "replay", "samples", "stats", "tables", "words")
+MODULES = ("costs", "load", "plots", "replay", "samples", "scores", "stats", "tables", "words")
 BAND = "Thin lines are seeds, the thick line is their mean, the band is mean ± sd."
 TIMEOUT = 600  # seconds for a cell
 _METADATA = {
@@ -140,6 +140,8 @@ def _section(folder: Path) -> Iterator[tuple[str, str]]:
     yield "code", "plots.differences(runs)"
     yield "markdown", f"### Learning curves\n\n{BAND}"
     yield "code", "plots.learning_curves(runs)"
+    if scores.score_table(runs):
+        yield "code", "scores.score_table(runs)"
     yield "markdown", "### What a number of seeds resolves"
     yield "code", "words.Lines(words.power_notes(stats.compare(runs)))"
     yield "code", "tables.power_table(runs)"

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from ablate import schema
-from analysis import costs, plots, replay, stats, tables, words
+from analysis import costs, plots, replay, scores, stats, tables, words
 from analysis.files import Problem, write_atomic
 from analysis.formats import Table, escape_markdown
 from analysis.load import Runs, load, place
@@ -78,6 +78,7 @@ FIGURES = (
 
 
 OTHER_TABLES: tuple[Callable[[Runs], Table | None], ...] = (
+    scores.score_table,
     tables.reward_table,
     tables.power_table,
     costs.timing_table,

@@ -1,12 +1,13 @@
 """The committed results: every number in a page is what the committed run files give."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from analysis import embed, samples
+from analysis import embed, samples, scores
 from analysis.load import committed, load
 from analysis.render import gather
 
@@ -39,17 +40,21 @@ def test_tables_are_made_again_from_the_run_files(folder: Path) -> None:
 
 
 def test_the_log_and_the_readme_say_which_completions_take_both_steps() -> None:
-    log = PAGES[1].read_text(encoding="utf-8")
-    table = samples.matching(load(committed("founding")), *samples.BOTH_STEPS)
-    assert table.markdown(notes=False) in log and len(table.rows) == 4
+    runs = load(committed("founding"))
+    table = samples.matching(runs, *samples.BOTH_STEPS)
+    pages = [page.read_text(encoding="utf-8") for page in PAGES[:2]]
+    assert table.markdown(notes=False) in pages[1] and len(table.rows) == len(runs.variants) == 7
+    scores_over_steps = scores.score_table(runs)
+    assert scores_over_steps is not None and scores_over_steps.markdown(notes=False) in pages[1]
     counts = table.frame.set_index(["variant", "step"])
-    readme = PAGES[0].read_text(encoding="utf-8")
-    for variant in ("no_detach", "reference", "full_reverse_kl", "forward_kl"):
-        row = next(
-            line for line in readme.splitlines() if line.startswith("|") and f"`{variant}`" in line and " of " in line
-        )
-        shown = [" of ".join(map(str, counts.loc[(variant, step), ["hits", "n"]])) for step in (1, 51, 101, 251)]
-        assert [cell.strip() for cell in row.strip("|").split("|")][1:] == shown
+    told = set()
+    for line in (line for page in pages for line in page.splitlines() if re.search(r"(\| +\d+ of \d+ ){4}", line)):
+        first, *shown = (cell.strip() for cell in line.strip("|").split("|"))
+        steps = (1, 51, 101, 251) if len(shown) == 4 else (1, 51, 101, 151, 201, 251)
+        for variant in set(re.findall(r"\w+", first)) & set(runs.variants):
+            told.add((variant, len(shown)))
+            assert shown == [" of ".join(map(str, counts.loc[(variant, step), ["hits", "n"]])) for step in steps]
+    assert told == {(variant, columns) for variant in runs.variants for columns in (4, 6)}
 
 
 def measured(folder: str, file: str) -> dict:
