@@ -1,5 +1,7 @@
 """LoRA in vLLM's decode steps by one kernel per layer (`losses.backends.triton_lora`) in place of vLLM's three.
 
+Off unless `vllm.fused_adapters=true`, as it has not been timed on a GPU yet.
+
 The engine has one adapter slot, so vLLM's sorting of rows by adapter is not needed; rows without the adapter are left
 as they are, also in CUDA graphs, which read the slots from the same tensors as vLLM's kernels. Whatever does not fit
 goes through vLLM's own method, above all prefill.
@@ -36,25 +38,28 @@ def in_use() -> bool:
 
 def _install_in_vllm() -> bool:
     try:
+        from vllm.lora.layers import column_parallel_linear as columns
         from vllm.lora.layers.logits_processor import LogitsProcessorWithLoRA
         from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
     except ImportError:
         return False
-    return install(PunicaWrapperGPU, LogitsProcessorWithLoRA)
+    return install(PunicaWrapperGPU, LogitsProcessorWithLoRA, columns)
 
 
-def install(wrapper: type, logits: type) -> bool:
-    """Puts the methods below on classes like vLLM's PunicaWrapperGPU and LogitsProcessorWithLoRA, once; whether
-    `add_lora_linear` is there afterwards. `add_lora_logits` comes only with both methods that keep its mark true."""
+def install(wrapper: type, logits: type, columns: Any) -> bool:
+    """Puts the functions below on classes like vLLM's PunicaWrapperGPU and LogitsProcessorWithLoRA and on a module like
+    its column_parallel_linear, once; whether `add_lora_linear` is there afterwards. `add_lora_logits` comes only with
+    both methods that keep its mark true."""
     marked = _replace(logits, "set_lora", ("self", "index", "lora_a", "lora_b"), set_lora)
     marked = marked and _replace(logits, "reset_lora", ("self", "index"), reset_lora)
     if marked:
         _replace(wrapper, "add_lora_logits", LOGITS_PARAMETERS, add_lora_logits)
+    _replace(columns, "_mcp_apply", ("x", "bias", "layer"), apply_columns)
     return _replace(wrapper, "add_lora_linear", PARAMETERS, add_lora_linear)
 
 
-def _replace(owner: type, name: str, parameters: tuple[str, ...], function: Any) -> bool:
-    """Makes `function(original, ...)` a method of a class, if the original takes these parameters."""
+def _replace(owner: Any, name: str, parameters: tuple[str, ...], function: Any) -> bool:
+    """Puts `function(original, ...)` on a class or module, if the original takes these parameters."""
     original = owner.__dict__.get(name)
     if hasattr(original, "_vllm_own"):
         return True
@@ -89,6 +94,15 @@ def add_lora_logits(own: Any, wrapper: Any, y: Tensor, x: Tensor, lora_a_stacked
     if _enabled and getattr(lora_a_stacked, "adapts_nothing", False):
         return None
     return own(wrapper, y, x, lora_a_stacked, *args, **kw)
+
+
+def apply_columns(own: Any, x: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
+    """`_mcp_apply`, a layer's output with the adapter's part: what vLLM 0.24 calls for query, key and value side by
+    side, and for gate and up. It is for adapters that are sharded over devices; where they are not, the way of vLLM's
+    other layers gives the same, and it calls `add_lora_linear`. vLLM 0.31 takes that way itself."""
+    if _enabled and layer.tp_size == 1 and not layer.lora_config.fully_sharded_loras:
+        return layer._apply_sync(x, bias)
+    return own(x, bias, layer)
 
 
 def add_lora_linear(

@@ -24,7 +24,7 @@ from ablate.rollout import vllm_share as share
 from ablate.rollout import vllm_sync as sync
 
 logger = logging.getLogger(__name__)
-OWN_OPTIONS = ("share_weights", "fused_adapters")  # of vllm.*: read here, not by vLLM
+OWN_OPTIONS = ("share_weights", "fused_adapters")  # of vllm.*, true or false: read here, not by vLLM
 REFUSED = {
     "model": "it follows from model=",
     "tokenizer": "it follows from model=",
@@ -37,6 +37,16 @@ REFUSED = {
     "tensor_parallel_size": "an engine and its trainer share one device",
     "pipeline_parallel_size": "an engine and its trainer share one device",
 }
+
+
+def vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """`vllm.*` without what is read here. Raises ValueError for what cannot be set, or not to that."""
+    for name, value in options.items():
+        if name in REFUSED:
+            raise ValueError(f"vllm.{name} cannot be set: {REFUSED[name]}")
+        if name in OWN_OPTIONS and not isinstance(value, bool):
+            raise ValueError(f"vllm.{name}={value}: it takes true or false")
+    return {name: value for name, value in options.items() if name not in OWN_OPTIONS}
 
 
 class EngineError(RuntimeError):
@@ -79,10 +89,7 @@ class Live:
     def __init__(self, spec: Spec) -> None:
         from transformers import AutoConfig
 
-        given = {k: v for k, v in spec.options.items() if k not in OWN_OPTIONS}
-        for name in given:
-            if name in REFUSED:
-                raise ValueError(f"vllm.{name} cannot be set: {REFUSED[name]}")
+        given = vllm_options(spec.options)
         self.spec, self.device, self.broken, self.shared = spec, spec.device, False, False
         memory.free_pool()  # of an engine that a failed cell has held until now
         if memory.pool_bytes():
@@ -110,6 +117,8 @@ class Live:
             "kv_tokens": self.kv_tokens,
         }
         if spec.rank:
+            if spec.options.get("fused_adapters") and not adapters.in_use():
+                status.note("vLLM: vllm.fused_adapters=true changes nothing: it is for CUDA, without torch.compile")
             self.notes["adapters"] = "fused kernel in decode" if adapters.in_use() else "vLLM's kernels"
         if self.device.type == "cuda":
             self.notes["bytes_without_kv"] = free - memory.memory(self.device)[0] - self.plan["kv_cache_memory_bytes"]
@@ -292,10 +301,10 @@ def _start(spec: Spec, plan: Mapping[str, Any]) -> Any:
 
 
 def _fuses(spec: Spec, plan: Mapping[str, Any]) -> bool:
-    """Whether the engine may have the fused adapters: torch.compile could not trace their launch."""
+    """Whether the engine gets the fused adapters, which must be asked for; torch.compile could not trace them."""
     compiled = plan.get("compilation_config")
     plain = plan.get("enforce_eager") or (isinstance(compiled, Mapping) and compiled.get("mode") == 0)
-    asked = spec.options.get("fused_adapters") is not False
+    asked = spec.options.get("fused_adapters", False)
     return bool(spec.device.type == "cuda" and spec.rank > 0 and plain and asked)
 
 

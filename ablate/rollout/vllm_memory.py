@@ -17,7 +17,6 @@ MAX_SEQUENCES = 256
 SLACK = int(1.5 * GIB)  # CUDA context, graphs, activations of the engine
 SAMPLER_BYTES = 18  # per sequence and vocabulary entry, in vLLM's first sampler
 BYTES_IN_4BIT = 0.65  # a parameter, with its share of the scales and of the layers that stay as they are
-ONE_SPLIT = 1024  # tokens up to which attention in graphs takes the cache in one piece: adding parts up costs more
 BLOCK = 128  # tokens; no backend takes larger KV blocks by default
 
 
@@ -144,8 +143,6 @@ def plan(
             "cudagraph_capture_sizes": graph_sizes(sequences),
             "cudagraph_specialize_lora": False,
         }
-        if length <= ONE_SPLIT:
-            options["attention_config"] = {"flash_attn_max_num_splits_for_cuda_graph": 1}
     return {**options, **given}
 
 

@@ -1,4 +1,4 @@
-"""A low-rank product added to a linear layer's output, in one Triton kernel: what vLLM's decode steps use."""
+"""A low-rank product added to a linear layer's output, in one Triton kernel, for vLLM's decode steps."""
 
 from __future__ import annotations
 

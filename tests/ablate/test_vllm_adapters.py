@@ -17,7 +17,8 @@ class Wrapper:
     """As much of PunicaWrapperGPU as is called; its own methods only say that they were."""
 
     def __init__(self, max_loras: int = 1, no_lora: bool = False) -> None:
-        self.max_loras, self.own = max_loras, []
+        self.max_loras = max_loras
+        self.own: list[Any] = []
         self.token_mapping_meta = SimpleNamespace(
             no_lora_flag_cpu=torch.tensor([no_lora]),
             token_lora_mapping=torch.zeros(512, dtype=torch.int32),
@@ -47,6 +48,31 @@ class Logits:
 
 def classes() -> tuple[type, type]:
     return type("Own", (), dict(Wrapper.__dict__)), type("OwnLogits", (), dict(Logits.__dict__))
+
+
+class Columns:
+    """As much of vLLM's merged columns as is called, on a base layer that gives the bias."""
+
+    def __init__(self, wrapper: Any, module: Any, tp_size: int = 1, sharded: bool = False) -> None:
+        self.punica_wrapper, self.module, self.tp_size = wrapper, module, tp_size
+        self.lora_config = SimpleNamespace(fully_sharded_loras=sharded)
+
+    def apply(self, x, bias):
+        return self.module._mcp_apply(x, bias, self)
+
+    def _apply_sync(self, x, bias):
+        self.punica_wrapper.add_lora_linear(*call(x=x, y=bias))
+        return bias
+
+
+def module() -> Any:
+    """As much of vLLM's column_parallel_linear as is called."""
+
+    def _mcp_apply(x, bias, layer):
+        layer.punica_wrapper.own.append("columns")
+        return bias
+
+    return SimpleNamespace(_mcp_apply=_mcp_apply)
 
 
 class Cuda(torch.Tensor):
@@ -83,7 +109,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_a_decode_step_takes_the_kernel(launched: list[Any]) -> None:
     wrapper, logits = classes()
-    assert adapters.install(wrapper, logits) and adapters.install(wrapper, logits)
+    assert adapters.install(wrapper, logits, module()) and adapters.install(wrapper, logits, module())
     w, arguments = wrapper(), call()
     w.add_lora_linear(*arguments)
     assert w.own == []
@@ -118,15 +144,46 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_everything_else_is_left_to_vllm(launched: list[Any], name: str) -> None:
     wrapper, logits = classes()
-    adapters.install(wrapper, logits)
+    adapters.install(wrapper, logits, module())
     w = wrapper()
     w.add_lora_linear(*OTHERS[name])
     assert w.own == [("linear", 1.0, OTHERS[name][-1], None, {})] and launched == []
 
 
+def merged(rows: int = 64, **sharding: Any) -> tuple[Any, ...]:
+    """(wrapper, input, output that the layer is to fill, output that it returned) of merged columns."""
+    owner, logits, columns = *classes(), module()
+    adapters.install(owner, logits, columns)
+    wrapper, (y, x, *_) = owner(), call(rows)
+    return wrapper, x, y, Columns(wrapper, columns, **sharding).apply(x, y)
+
+
+def test_merged_columns_take_the_kernel(launched: list[Any]) -> None:
+    w, x, y, returned = merged()
+    ((args, _),) = launched
+    assert args[0] is y is returned and args[1] is x and w.own == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "enabled", "own"),
+    [
+        ({"rows": 257}, True, ("linear", 1.0, (576, 192, 192), None, {})),
+        ({"tp_size": 2}, True, "columns"),
+        ({"sharded": True}, True, "columns"),
+        ({}, False, "columns"),
+    ],
+)
+def test_other_merged_columns_are_left_to_vllm(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], enabled: bool, own: Any
+) -> None:
+    monkeypatch.setattr(adapters, "_enabled", enabled)
+    w, _, y, returned = merged(**changes)
+    assert w.own == [own] and launched == [] and returned is y
+
+
 def test_options_of_the_call_are_left_to_vllm(launched: list[Any]) -> None:
     wrapper, logits = classes()
-    adapters.install(wrapper, logits)
+    adapters.install(wrapper, logits, module())
     w, buffer = wrapper(), torch.empty(1)
     for options in ({"add_inputs": False}, {"buffer": buffer}, {"other": 1}):
         w.add_lora_linear(*call(), **options)
@@ -140,7 +197,7 @@ def test_options_of_the_call_are_left_to_vllm(launched: list[Any]) -> None:
 
 def test_a_step_without_the_adapter_does_nothing(launched: list[Any]) -> None:
     wrapper, logits = classes()
-    adapters.install(wrapper, logits)
+    adapters.install(wrapper, logits, module())
     w = wrapper(no_lora=True)
     w.add_lora_linear(*call())
     assert w.own == launched == []
@@ -148,8 +205,8 @@ def test_a_step_without_the_adapter_does_nothing(launched: list[Any]) -> None:
 
 def test_an_engine_that_said_no_keeps_vllms_kernels(launched: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     wrapper, logits = classes()
-    adapters.install(wrapper, logits)
-    monkeypatch.setattr(adapters, "_install_in_vllm", lambda: adapters.install(wrapper, logits))
+    adapters.install(wrapper, logits, module())
+    monkeypatch.setattr(adapters, "_install_in_vllm", lambda: adapters.install(wrapper, logits, module()))
     layer = logits()
     layer.reset_lora(0)
     w = wrapper()
@@ -174,15 +231,20 @@ def test_classes_that_differ_stay_as_they_are() -> None:
         def set_lora(self, index, weights): ...
 
     before = dict(Other.__dict__)
-    assert adapters.install(Other, OtherLogits) is False
+
+    def other(x, layer): ...
+
+    columns = SimpleNamespace(_mcp_apply=other)
+    assert adapters.install(Other, OtherLogits, columns) is False
+    assert columns._mcp_apply is other
     assert Other.add_lora_linear is before["add_lora_linear"]
     assert Other.add_lora_logits is before["add_lora_logits"]  # nothing would keep the mark true
-    assert adapters.install(type("Empty", (), {}), OtherLogits) is False
+    assert adapters.install(type("Empty", (), {}), OtherLogits, SimpleNamespace()) is False
 
 
 def test_the_head_is_left_out_only_while_nothing_adapts_it(launched: list[Any]) -> None:
     wrapper, logits = classes()
-    adapters.install(wrapper, logits)
+    adapters.install(wrapper, logits, module())
     w, layer = wrapper(), logits()
 
     def adds() -> bool:
@@ -214,12 +276,22 @@ def test_the_head_is_left_out_only_while_nothing_adapts_it(launched: list[Any]) 
         ({}, {"compilation_config": 3}, False),
         ({}, {}, False),
         ({"options": {"fused_adapters": False}}, {"enforce_eager": True}, False),
-        ({"options": {"fused_adapters": True}}, {"enforce_eager": True}, True),
+        ({"options": {}}, {"enforce_eager": True}, False),
         ({"rank": 0}, {"enforce_eager": True}, False),
         ({"device": torch.device("cpu")}, {"enforce_eager": True}, False),
     ],
 )
 def test_which_engines_have_it(changes: dict[str, Any], plan: dict[str, Any], fuses: bool) -> None:
-    given = {"device": torch.device("cuda"), "rank": 16, "need": vllm_memory.Need(1, 1, 1)} | changes
+    need, options = vllm_memory.Need(1, 1, 1), {"fused_adapters": True}
+    given: dict[str, Any] = {"device": torch.device("cuda"), "rank": 16, "need": need, "options": options} | changes
     spec = vllm_live.Spec(folder=Path("model"), weights="", dtype=torch.bfloat16, **given)
     assert vllm_live._fuses(spec, plan) is fuses
+
+
+@pytest.mark.parametrize("name", ["fused_adapters", "share_weights"])
+def test_own_options_are_true_or_false(name: str) -> None:
+    for value in (True, False):
+        assert vllm_live.vllm_options({name: value, "max_num_seqs": 4}) == {"max_num_seqs": 4}
+    for other in ("maybe", 1, None):
+        with pytest.raises(ValueError, match=rf"vllm\.{name}={other}: it takes true or false"):
+            vllm_live.vllm_options({name: other})

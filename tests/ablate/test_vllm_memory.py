@@ -58,16 +58,6 @@ def test_what_the_user_sets_stays() -> None:
     assert half * 2 == full
 
 
-def test_short_completions_are_attended_to_in_one_piece() -> None:
-    one = {"flash_attn_max_num_splits_for_cuda_graph": 1}
-    assert plan(138, length=1024)["attention_config"] == one
-    assert "attention_config" not in plan(138, length=1025)
-    assert "attention_config" not in plan(138, length=512, enforce_eager=True)
-    assert plan(138, length=512, attention_config={"flash_attn_version": 2})["attention_config"] == {
-        "flash_attn_version": 2
-    }
-
-
 def test_what_cannot_fit_is_refused_with_the_way_out() -> None:
     with pytest.raises(ValueError, match=r"kv_cache_memory_bytes=null: .*leave it out"):
         plan(24, kv_cache_memory_bytes=None)

@@ -96,7 +96,9 @@ def test_checks(capability, mask):
 
 @pytest.mark.parametrize("capability", [90, 80])
 @pytest.mark.parametrize("rows", [64, 256])
-@pytest.mark.parametrize(("inner", "widths"), [(576, [576, 192, 192]), (1536, [576]), (77, [40, 24])], ids=str)
+@pytest.mark.parametrize(
+    ("inner", "widths"), [(576, [576, 192, 192]), (576, [1536] * 2), (1536, [576]), (77, [40, 24])], ids=str
+)
 def test_adapters(capability, rows, inner, widths):
     """With the reads ahead that the sizes ask for: a program waits for memory and does little else."""
     from losses.backends.triton_lora import add_lora

@@ -76,6 +76,20 @@ def test_against_float64(rows, inner, widths, rank, dtype, scale, seed):
     assert untouched(around, y)
 
 
+SMOLLM2 = [(576, [576, 192, 192]), (576, [576]), (576, [1536, 1536]), (1536, [576])]  # qkv, o, gate and up, down
+
+
+@pytest.mark.parametrize("rows", [64, 1])
+@pytest.mark.parametrize(("inner", "widths"), SMOLLM2, ids=str)
+def test_layers_of_smollm2_as_vllm_calls(rows, inner, widths):
+    around, y, x, a, b = inputs(rows, inner, widths, 16, torch.bfloat16)
+    before = y.clone()
+    mapping = torch.zeros(rows + 9, dtype=torch.int32, device=DEVICE)
+    add_lora(y, x, a, b, mapping=mapping, active=torch.tensor([0, -1], dtype=torch.int32, device=DEVICE))
+    check(y, before, x, a, b, 1.0)
+    assert untouched(around, y)
+
+
 @pytest.mark.parametrize("active", [(0, -1), (-1, 0)])
 def test_rows_without_the_adapter_stay(active):
     around, y, x, a, b = inputs(37, 96, [40, 24], 16, torch.bfloat16)
@@ -107,7 +121,7 @@ def test_given_sizes(sizes):
     check(y, before, x, a, b, 1.0)
 
 
-@pytest.mark.parametrize(("inner", "widths"), [(576, [576, 192, 192]), (576, [576]), (576, [1536] * 2), (1536, [576])])
+@pytest.mark.parametrize(("inner", "widths"), SMOLLM2)
 def test_sizes_fill_a_gpu_and_fit_it(inner, widths):
     for rank in (1, 16, 64):
         s = tiles(64, inner, widths, rank)

@@ -28,7 +28,7 @@ def test_a_4_bit_base_needs_a_4_bit_engine() -> None:
 
 
 def test_what_runs_is_not_refused() -> None:
-    options = ("vllm.kv_cache_dtype=fp8", "vllm.max_num_seqs=4", "vllm.share_weights=false", "vllm.enforce_eager=true")
-    options += ("vllm.fused_adapters=false",)
+    options = ["vllm.kv_cache_dtype=fp8", "vllm.max_num_seqs=4", "vllm.share_weights=false", "vllm.enforce_eager=true"]
+    options += ["vllm.fused_adapters=true"]
     config.load(["rollout=vllm", *options, "sampling.seed=3", "sampling.top_p=0.9", "sampling.stop=[a]"])
     config.load(["experiment=precision", "rollout=vllm"])
