@@ -200,9 +200,9 @@ def _engine_args(cell: Cell) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     from ablate import engines
-    from ablate.rollout.vllm_live import OWN_OPTIONS
+    from ablate.rollout.vllm_live import vllm_options
 
-    options = {name: value for name, value in cell.config.vllm.items() if name not in OWN_OPTIONS}
+    options = vllm_options(cell.config.vllm)
     _check_types("vllm", options, EngineArgs)
     engines.check_quantization(cell.config)
     EngineArgs(model=".", **options)  # a folder: the name of a model would be looked up on the hub

@@ -120,8 +120,6 @@ class Live:
             if spec.options.get("fused_adapters") and not adapters.in_use():
                 status.note("vLLM: vllm.fused_adapters=true changes nothing: it is for CUDA, without torch.compile")
             self.notes["adapters"] = "fused kernel in decode" if adapters.in_use() else "vLLM's kernels"
-        if self.device.type == "cuda":
-            self.notes["bytes_without_kv"] = free - memory.memory(self.device)[0] - self.plan["kv_cache_memory_bytes"]
         shown = ", ".join(f"{k}={v}" for k, v in self.plan.items())
         status.note(f"vLLM: started in {self.notes['start_seconds']} s with {shown} (each is overridden by vllm.NAME=)")
 
