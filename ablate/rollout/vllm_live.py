@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ablate import status
+from ablate.errors import ConfigError
 from ablate.rollout import vllm_adapters as adapters
 from ablate.rollout import vllm_memory as memory
 from ablate.rollout import vllm_sampling as sampling
@@ -40,12 +41,12 @@ REFUSED = {
 
 
 def vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`vllm.*` without what is read here. Raises ValueError for what cannot be set, or not to that."""
+    """`vllm.*` without what is read here. Raises ConfigError for what cannot be set, or not to that."""
     for name, value in options.items():
         if name in REFUSED:
-            raise ValueError(f"vllm.{name} cannot be set: {REFUSED[name]}")
+            raise ConfigError(f"vllm.{name} cannot be set: {REFUSED[name]}")
         if name in OWN_OPTIONS and not isinstance(value, bool):
-            raise ValueError(f"vllm.{name}={value}: it takes true or false")
+            raise ConfigError(f"vllm.{name}={value}: it takes true or false")
     return {name: value for name, value in options.items() if name not in OWN_OPTIONS}
 
 
