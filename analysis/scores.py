@@ -6,48 +6,62 @@ import numpy as np
 import pandas as pd
 
 from analysis import tables
-from analysis.formats import MISSING, Table, number
+from analysis.formats import Table, number
 from analysis.load import Runs
 
 MOST = 7  # columns: evaluations that are shown, the first and the last among them
 
 
 def score_table(runs: Runs) -> Table | None:
-    """The primary metric of every evaluation, mean and range over finished seeds; None with fewer than three of them.
+    """The primary metric of the evaluations, mean and range over finished seeds.
 
-    The table shows at most MOST evaluations, its frame has all.
+    The table shows at most MOST of the steps at which all rows have a score, and is None where these are fewer than
+    three; its frame has every evaluation.
     """
     column = runs.primary_column
     done = runs.evals[runs.evals["cell"].isin(runs.done["cell"])]
-    done = done[np.isfinite(done[column])] if column in done else done.iloc[:0]
-    steps = sorted(done["step"].unique())
+    if column not in done:
+        return None
+    done = done[np.isfinite(done[column])]
+    scores = done.groupby(["point", "variant", "step"])[column].agg(["mean", "min", "max", "size"])
+    by_row = {key: part.droplevel([0, 1]) for key, part in scores.groupby(["point", "variant"])}
+    steps = sorted(set.intersection(*(set(part.index) for part in by_row.values()))) if by_row else []
     if len(steps) < 3:
         return None
     picked = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, MOST).round().astype(int))]
-    scores = done.groupby(["variant", "point", "step"])[column].agg(["mean", "min", "max", "size"])
-    rows, records, points = [], [], []
-    for point, variant in tables.grid(runs):
-        shown = {}
-        for step in steps:
-            if (variant, point, step) in scores.index:
-                mean, least, most, n = scores.loc[variant, point, step]
-                shown[step] = _text(mean, least, most)
-                place = {"variant": variant, **runs.points[point], "step": step}
-                records.append({**place, "mean": mean, "least": least, "most": most, "n": int(n)})
-        if shown:
-            rows.append((variant, *tables.coordinates(runs, point), *(shown.get(step, MISSING) for step in picked)))
-            points.append(point)
+    seeds = runs.done.groupby(["point", "variant"]).size()
+    shown = [key for key in tables.grid(runs) if key in by_row]
+    rows, records = [], []
+    for point, variant in shown:
+        part, n = by_row[point, variant], int(seeds[point, variant])
+        texts = (_text(*part.loc[step], finished=n) for step in picked)
+        rows.append((variant, *tables.coordinates(runs, point), str(n), *texts))
+        records += [
+            {
+                "variant": variant,
+                **runs.points[point],
+                "step": step,
+                "mean": mean,
+                "least": least,
+                "most": most,
+                "n": size,
+            }
+            for step, mean, least, most, size in part.itertuples()
+        ]
     return Table(
         name="scores",
-        title=f"{runs.primary_label[:1].upper()}{runs.primary_label[1:]}, by step",
-        headers=("variant", *runs.axes, *(f"step {step}" for step in picked)),
+        title=f"{runs.primary_label}, by step",
+        headers=("variant", *runs.axes, "n", *(f"step {step}" for step in picked)),
         rows=tuple(rows),
-        align="l" + "r" * (len(runs.axes) + len(picked)),
+        align="l" + "r" * (len(runs.axes) + 1 + len(picked)),
         frame=pd.DataFrame(records),
-        breaks=tables.breaks(points),
-        notes=("mean over finished seeds (least to most of them)",),
+        breaks=tables.breaks([point for point, _ in shown]),
+        notes=("mean over n finished seeds (least to most of them)",),
     )
 
 
-def _text(mean: float, least: float, most: float) -> str:
-    return number(mean, 2) if least == most else f"{number(mean, 2)} ({number(least, 2)} to {number(most, 2)})"
+def _text(mean: float, least: float, most: float, size: float, *, finished: int) -> str:
+    low, high = number(least, 2), number(most, 2)
+    notes = [f"{low} to {high}"] if low != high else []
+    notes += [f"{size:.0f} of {finished} seeds"] if size < finished else []
+    return f"{number(mean, 2)} ({'; '.join(notes)})" if notes else number(mean, 2)

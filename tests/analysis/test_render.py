@@ -94,7 +94,7 @@ def test_terminal_text(report: Report) -> None:
 def test_markdown_and_latex_files(report: Report) -> None:
     folder = report.paths[0].parent
     text = (folder / "table.md").read_text(encoding="utf-8")
-    assert text.count("\n## ") == 6
+    assert text.count("\n## ") == 7
     assert "| full_reverse_kl |" in text
     latex = (folder / "table.tex").read_text(encoding="utf-8")
     assert r"full\_reverse\_kl & 0.04 & 3" in latex
