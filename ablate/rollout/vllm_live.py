@@ -18,14 +18,13 @@ import torch
 
 from ablate import status
 from ablate.errors import ConfigError
-from ablate.rollout import vllm_adapters as adapters
 from ablate.rollout import vllm_memory as memory
 from ablate.rollout import vllm_sampling as sampling
 from ablate.rollout import vllm_share as share
 from ablate.rollout import vllm_sync as sync
 
 logger = logging.getLogger(__name__)
-OWN_OPTIONS = ("share_weights", "fused_adapters")  # of vllm.*, true or false: read here, not by vLLM
+OWN_OPTIONS = ("share_weights",)  # of vllm.*, true or false: read here, not by vLLM
 REFUSED = {
     "model": "it follows from model=",
     "tokenizer": "it follows from model=",
@@ -46,7 +45,7 @@ def vllm_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if name in REFUSED:
             raise ConfigError(f"vllm.{name} cannot be set: {REFUSED[name]}")
         if name in OWN_OPTIONS and not isinstance(value, bool):
-            raise ConfigError(f"vllm.{name}={value}: it takes true or false")
+            raise ConfigError(f"vllm.{name}={value!r}: it takes true or false")
     return {name: value for name, value in options.items() if name not in OWN_OPTIONS}
 
 
@@ -117,10 +116,6 @@ class Live:
             "options": {k: v for k, v in self.plan.items()},
             "kv_tokens": self.kv_tokens,
         }
-        if spec.rank:
-            if spec.options.get("fused_adapters") and not adapters.in_use():
-                status.note("vLLM: vllm.fused_adapters=true changes nothing: it is for CUDA, without torch.compile")
-            self.notes["adapters"] = "fused kernel in decode" if adapters.in_use() else "vLLM's kernels"
         shown = ", ".join(f"{k}={v}" for k, v in self.plan.items())
         status.note(f"vLLM: started in {self.notes['start_seconds']} s with {shown} (each is overridden by vllm.NAME=)")
 
@@ -291,20 +286,11 @@ def _start(spec: Spec, plan: Mapping[str, Any]) -> Any:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": sync.max_rank(spec.rank)}
     try:
         with _keeping_generators(spec.device), keeping_hooks(), _plain_layouts(spec.device):
-            adapters.use(_fuses(spec, plan))
             return LLM(**arguments)
     except Exception as error:
         _let_go(error)
         _collect(spec.device)
         raise EngineError(f"vLLM did not start: {words(error)}") from error
-
-
-def _fuses(spec: Spec, plan: Mapping[str, Any]) -> bool:
-    """Whether the engine gets the fused adapters, which must be asked for; torch.compile could not trace them."""
-    compiled = plan.get("compilation_config")
-    plain = plan.get("enforce_eager") or (isinstance(compiled, Mapping) and compiled.get("mode") == 0)
-    asked = spec.options.get("fused_adapters", False)
-    return bool(spec.device.type == "cuda" and spec.rank > 0 and plain and asked)
 
 
 @contextlib.contextmanager

@@ -94,29 +94,6 @@ def test_checks(capability, mask):
     assert all(kernel.metadata.target.arch == capability for _, kernel in compiled)
 
 
-@pytest.mark.parametrize("capability", [90, 80])
-@pytest.mark.parametrize("rows", [64, 256])
-@pytest.mark.parametrize(
-    ("inner", "widths"), [(576, [576, 192, 192]), (576, [1536] * 2), (1536, [576]), (77, [40, 24])], ids=str
-)
-def test_adapters(capability, rows, inner, widths):
-    """With the reads ahead that the sizes ask for: a program waits for memory and does little else."""
-    from losses.backends.triton_lora import add_lora
-
-    def meta(*shape, dtype=torch.bfloat16):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    with compiling_for(capability) as compiled:
-        add_lora(
-            meta(rows, sum(widths)), meta(rows, inner), [meta(1, 1, 16, inner)] * len(widths),
-            [meta(1, 1, width, 16) for width in widths],
-            mapping=meta(300, dtype=torch.int32), active=meta(2, dtype=torch.int32),
-        )  # fmt: skip
-    ((name, kernel),) = compiled
-    assert name == "lora" and kernel.metadata.target.arch == capability
-    assert inner % 8 or "cp.async" in kernel.asm["ptx"]
-
-
 @pytest.mark.parametrize(("precision", "instruction"), [("auto", "HGMMA"), ("fp8", "QGMMA")])
 def test_the_product_runs_on_hoppers_matrix_units_without_spills(tmp_path, precision, instruction):
     kernels = _compile(90, "reference", 512, 4096, 128_256, torch.bfloat16, precision=precision)

@@ -14,7 +14,7 @@ The parts, most important first; `parts.py` holds them:
               second engine of the process
     stock     the step of `small` by TRL's GRPOTrainer with colocated vLLM and sleep mode
     four_bit  SmolLM2's shape in a bitsandbytes engine: the log-prob mismatch
-    decode    a decode step of `small` with adapters by one kernel and by vLLM's own; what bounds it
+    decode    what bounds a decode step of `small`: its kernels by name, and the host's time
 
 Each part has a process of its own, since vLLM's sleep-mode allocator serves one engine a process, and a time limit.
 All processes load their libraries at once, then have the device one after the other. DIR/<part>.json is written at
