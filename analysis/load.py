@@ -74,6 +74,12 @@ class Runs:
         return self.cells[self.cells["state"] == "done"]
 
     @property
+    def planned(self) -> int:
+        """Number of cells there would be with every seed for each variant and grid point that has one."""
+        known = self.cells[["variant", "point"]].dropna().drop_duplicates()
+        return max(len(self.cells), len(known) * len(self.seeds))
+
+    @property
     def reward_names(self) -> tuple[str, ...]:
         """Reward functions with a rewards/<name>/mean column, in order of appearance."""
         columns = [c for c in self.metrics.columns if c.startswith("rewards/") and c.endswith("/mean")]

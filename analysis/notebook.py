@@ -127,7 +127,7 @@ def _section(folder: Path) -> Iterator[tuple[str, str]]:
     runs = load.load(folder)
     inside = folder.resolve().parent == load.RESULTS
     path = f"load.committed({json.dumps(folder.name)})" if inside else json.dumps(folder.as_posix(), ensure_ascii=False)
-    finished = f"{len(runs.done)} of {len(runs.cells)} runs finished"
+    finished = f"{len(runs.done)} of {runs.planned} runs finished"
     grid = f", grid over {', '.join(runs.axes)}" if runs.axes else ""
     variants = f"{len(runs.variants)} variant{'s' if len(runs.variants) != 1 else ''}"
     seeds = f"{len(runs.seeds)} seed{'s' if len(runs.seeds) != 1 else ''}"

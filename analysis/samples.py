@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,10 @@ from analysis.formats import MISSING, Table
 from analysis.load import Runs, load_rollouts, place, stored_rollouts
 
 COLUMNS = ["step", "group", "sample", "prompt", "completion", "rewards", "advantage"]
-# Of `matching`, for the task `sums`: in a + b - c the completion begins with a + b = x and carries x on, x - c = y.
+# Of `matching`, for the task `sums`: a + b - c in two steps, as a + b = x, x - c = y or as a + b - c = x - c = y.
 BOTH_STEPS = (
-    r"What is (\d+ [-+] \d+) ([-+] \d+)\?[^?\n]*\n.*<reasoning>\1 = (-?\d+)\b[^\d=<]{1,6}\3 \2 = -?\d+",
+    r"What is (\d+ [-+] \d+) ([-+] \d+)\?[^?\n]*\n.*<reasoning>"
+    r"(?:\1 = (-?\d+)\b[^\d=<]{1,6}\3 \2 = -?\d+|\1 \2 = -?\d+ \2 = -?\d+)",
     r"What is \d+ [-+] \d+ [-+] \d+\?[^?]*$",
 )
 LONGEST = 1200  # characters of a prompt or completion that are shown
@@ -93,13 +94,13 @@ def table(runs: Runs, *, groups: int = 1, per_group: int = 4) -> Table:
 
 
 def matching(runs: Runs, wanted: str, asked: str = "") -> Table:
-    """How many of the stored completions match a regular expression, by variant, grid point and step.
+    """How many of the stored completions match a regular expression, by variant, grid point, step and seed.
 
     wanted: searched in the prompt and, below it, the completion, so that it may refer back to what was asked. asked:
-    only completions whose prompt has this regular expression in it count. All seeds of finished runs count together; a
-    file that cannot be read is left out and named in the notes.
+    only completions whose prompt has this regular expression in it count. A file that cannot be read is left out and
+    named in the notes.
     """
-    found, left_out = [], []
+    records, left_out = [], []
     for cell in runs.done.itertuples():
         for step in stored_rollouts(runs.directory, cell.cell):
             try:
@@ -107,29 +108,36 @@ def matching(runs: Runs, wanted: str, asked: str = "") -> Table:
             except RunFileError as error:
                 left_out.append(f"left out: {error.path.relative_to(runs.directory).as_posix()}: {error.reason}")
                 continue
-            for prompt, completion in frame.itertuples(index=False):
-                if re.search(asked, prompt):
-                    hit = re.search(wanted, f"{prompt}\n{completion}") is not None
-                    found.append((cell.variant, cell.point, step, hit))
-    drawn = pd.DataFrame(found, columns=["variant", "point", "step", "hit"])
-    counts = drawn.groupby(["variant", "point", "step"])["hit"].agg(["sum", "size"])
-    steps = sorted(drawn["step"].unique())
-    rows, records = [], []
+            pairs = [(p, c) for p, c in frame.itertuples(index=False) if re.search(asked, p)]
+            hits = sum(re.search(wanted, f"{p}\n{c}") is not None for p, c in pairs)
+            place = {"variant": cell.variant, "point": cell.point, "seed": cell.seed, "step": step}
+            records.append({**place, "hits": hits, "n": len(pairs)})
+    frame = pd.DataFrame(records, columns=["variant", "point", "seed", "step", "hits", "n"])
+    frame = frame[frame["n"] > 0]
+    counts = frame.set_index(["variant", "point", "step", "seed"])[["hits", "n"]]
+    steps = sorted(frame["step"].unique())
+    rows = []
     for point, variant in tables.grid(runs):
-        here = [(step, *counts.loc[variant, point, step]) for step in steps if (variant, point, step) in counts.index]
-        shown = {step: f"{hits} of {n}" for step, hits, n in here}
-        if here:
-            rows.append((variant, *tables.coordinates(runs, point), *(shown.get(step, MISSING) for step in steps)))
-        records += [{"variant": variant, **runs.points[point], "step": s, "hits": hits, "n": n} for s, hits, n in here]
+        if ((frame["variant"] == variant) & (frame["point"] == point)).any():
+            texts = (_by_seed(counts, runs.seeds, variant, point, step) for step in steps)
+            rows.append((variant, *tables.coordinates(runs, point), *texts))
     headers = ("variant", *runs.axes, *(f"step {step}" for step in steps))
+    axes = pd.DataFrame([runs.points[point] for point in frame["point"]], index=frame.index, columns=list(runs.axes))
     return Table(
         name="matching",
         title="Completions that match",
         headers=headers,
         rows=tuple(rows),
         align="l" + "r" * (len(headers) - 1),
-        frame=pd.DataFrame(records, columns=["variant", *runs.axes, "step", "hits", "n"]),
-        notes=("stored completions of all seeds together", *left_out),
+        frame=pd.concat([frame[["variant"]], axes, frame[["seed", "step", "hits", "n"]]], axis=1),
+        notes=(f"stored completions of seeds {', '.join(map(str, runs.seeds))}", *left_out),
+    )
+
+
+def _by_seed(counts: pd.DataFrame, seeds: Iterable[int], variant: str, point: str, step: int) -> str:
+    keys = [(variant, point, step, seed) for seed in seeds]
+    return " ".join(
+        f"{counts.loc[key, 'hits']}/{counts.loc[key, 'n']}" if key in counts.index else MISSING for key in keys
     )
 
 
