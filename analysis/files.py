@@ -139,7 +139,7 @@ def read_jsonl(path: Path, step_key: str) -> tuple[list[dict[str, float]], bool]
             elif abs(value) >= 2**63:  # no column of whole numbers holds it
                 row[key] = float(value)
         step = row.get(step_key)
-        if step is None or not math.isfinite(step) or step < 0 or step != int(step):
+        if step is None or not 0 <= step < 2**31 or step != int(step):
             raise RunFileError(path, number, f"{step_key!r} should be a whole number from 0 up, found {step!r}")
         if step <= last_step:
             what = "is there twice" if step == last_step else f"comes after step {last_step}"

@@ -122,6 +122,7 @@ def test_rows_missing_from_a_finished_cell(copied: Path) -> None:
         ('{"step": 5, "loss": true}', "'loss' should be a number, found True"),
         ('{"loss": 0.1}', "'step' should be a whole number"),
         ('{"step": 4.5}', "'step' should be a whole number"),
+        ('{"step": 1e25}', "'step' should be a whole number"),
         ('{"step": 4}', "step 4 is there twice"),
         ('{"step": 2}', "step 2 comes after step 4"),
         ("[1, 2]", "expected a JSON object, found list"),
