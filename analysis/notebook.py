@@ -171,5 +171,5 @@ def _section(folder: Path) -> Iterator[tuple[str, str]]:
         yield "code", "samples.table(runs)"
         known = [found["task"] for found in runs.environments.values() if isinstance(found.get("task"), dict)]
         if any(task.get("name") == "sums" for task in known):
-            yield "markdown", "Sums of three numbers: stored completions that take both steps, each with its numbers:"
+            yield "markdown", "Sums of three numbers: stored completions that take two steps, right or wrong, by seed:"
             yield "code", "samples.matching(runs, *samples.BOTH_STEPS)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,8 @@ def matching(runs: Runs, wanted: str, asked: str = "") -> Table:
     only completions whose prompt has this regular expression in it count. A file that cannot be read is left out and
     named in the notes.
     """
-    records, left_out = [], []
+    found: dict[tuple[str, str, int, int], tuple[int, int]] = {}
+    left_out = []
     for cell in runs.done.itertuples():
         for step in stored_rollouts(runs.directory, cell.cell):
             try:
@@ -108,36 +109,33 @@ def matching(runs: Runs, wanted: str, asked: str = "") -> Table:
             except RunFileError as error:
                 left_out.append(f"left out: {error.path.relative_to(runs.directory).as_posix()}: {error.reason}")
                 continue
-            pairs = [(p, c) for p, c in frame.itertuples(index=False) if re.search(asked, p)]
-            hits = sum(re.search(wanted, f"{p}\n{c}") is not None for p, c in pairs)
-            place = {"variant": cell.variant, "point": cell.point, "seed": cell.seed, "step": step}
-            records.append({**place, "hits": hits, "n": len(pairs)})
-    frame = pd.DataFrame(records, columns=["variant", "point", "seed", "step", "hits", "n"])
-    frame = frame[frame["n"] > 0]
-    counts = frame.set_index(["variant", "point", "step", "seed"])[["hits", "n"]]
-    steps = sorted(frame["step"].unique())
-    rows = []
-    for point, variant in tables.grid(runs):
-        if ((frame["variant"] == variant) & (frame["point"] == point)).any():
-            texts = (_by_seed(counts, runs.seeds, variant, point, step) for step in steps)
-            rows.append((variant, *tables.coordinates(runs, point), *texts))
+            if pairs := [(p, c) for p, c in frame.itertuples(index=False) if re.search(asked, p)]:
+                hits = sum(re.search(wanted, f"{p}\n{c}") is not None for p, c in pairs)
+                found[cell.point, cell.variant, step, cell.seed] = hits, len(pairs)
+
+    def shown(point: str, variant: str, step: int) -> str:
+        counts = (found.get((point, variant, step, seed)) for seed in runs.seeds)
+        return " ".join(MISSING if count is None else f"{count[0]}/{count[1]}" for count in counts)
+
+    steps = sorted({step for _, _, step, _ in found})
+    rows = [
+        (variant, *tables.coordinates(runs, point), *(shown(point, variant, step) for step in steps))
+        for point, variant in tables.grid(runs)
+        if any(key[:2] == (point, variant) for key in found)
+    ]
+    records = [
+        {"variant": variant, **runs.points[point], "seed": seed, "step": step, "hits": hits, "n": n}
+        for (point, variant, step, seed), (hits, n) in found.items()
+    ]
     headers = ("variant", *runs.axes, *(f"step {step}" for step in steps))
-    axes = pd.DataFrame([runs.points[point] for point in frame["point"]], index=frame.index, columns=list(runs.axes))
     return Table(
         name="matching",
         title="Completions that match",
         headers=headers,
         rows=tuple(rows),
         align="l" + "r" * (len(headers) - 1),
-        frame=pd.concat([frame[["variant"]], axes, frame[["seed", "step", "hits", "n"]]], axis=1),
+        frame=pd.DataFrame(records, columns=["variant", *runs.axes, "seed", "step", "hits", "n"]),
         notes=(f"stored completions of seeds {', '.join(map(str, runs.seeds))}", *left_out),
-    )
-
-
-def _by_seed(counts: pd.DataFrame, seeds: Iterable[int], variant: str, point: str, step: int) -> str:
-    keys = [(variant, point, step, seed) for seed in seeds]
-    return " ".join(
-        f"{counts.loc[key, 'hits']}/{counts.loc[key, 'n']}" if key in counts.index else MISSING for key in keys
     )
 
 

@@ -23,7 +23,7 @@ def score_table(runs: Runs) -> Table | None:
     if column not in done:
         return None
     done = done[np.isfinite(done[column])]
-    scores = done.groupby(["point", "variant", "step"])[column].agg(["mean", "min", "max", "size"])
+    scores = done.groupby(["point", "variant", "step"])[column].agg(mean="mean", least="min", most="max", n="size")
     by_row = {key: part.droplevel([0, 1]) for key, part in scores.groupby(["point", "variant"])}
     steps = sorted(set.intersection(*(set(part.index) for part in by_row.values()))) if by_row else []
     if len(steps) < 3:
@@ -33,21 +33,10 @@ def score_table(runs: Runs) -> Table | None:
     shown = [key for key in tables.grid(runs) if key in by_row]
     rows, records = [], []
     for point, variant in shown:
-        part, n = by_row[point, variant], int(seeds[point, variant])
-        texts = (_text(*part.loc[step], finished=n) for step in picked)
+        found, n = by_row[point, variant].to_dict("index"), int(seeds[point, variant])
+        texts = (_text(**found[step], finished=n) for step in picked)
         rows.append((variant, *tables.coordinates(runs, point), str(n), *texts))
-        records += [
-            {
-                "variant": variant,
-                **runs.points[point],
-                "step": step,
-                "mean": mean,
-                "least": least,
-                "most": most,
-                "n": size,
-            }
-            for step, mean, least, most, size in part.itertuples()
-        ]
+        records += [{"variant": variant, **runs.points[point], "step": step, **score} for step, score in found.items()]
     return Table(
         name="scores",
         title=f"{runs.primary_label}, by step",
@@ -60,8 +49,8 @@ def score_table(runs: Runs) -> Table | None:
     )
 
 
-def _text(mean: float, least: float, most: float, size: float, *, finished: int) -> str:
+def _text(mean: float, least: float, most: float, n: int, finished: int) -> str:
     low, high = number(least, 2), number(most, 2)
     notes = [f"{low} to {high}"] if low != high else []
-    notes += [f"{size:.0f} of {finished} seeds"] if size < finished else []
+    notes += [f"{n} of {finished} seeds"] if n < finished else []
     return f"{number(mean, 2)} ({'; '.join(notes)})" if notes else number(mean, 2)

@@ -6,9 +6,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from scipy import stats as distributions
 
-from analysis import embed, samples, scores
-from analysis.load import committed, load
+from analysis import embed, samples, scores, stats
+from analysis.load import committed, load, load_rollouts
 from analysis.render import gather
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +55,61 @@ def test_the_log_and_the_readme_say_which_completions_take_both_steps() -> None:
         assert shown == [rows[variant][i] for i in (1, 2, 3, 5)]  # steps 51, 101, 151, 251
     assert told == set(runs.variants)
     assert all(cell.endswith(" -") for cell in rows["exact_forward_kl"])  # no run with seed 2
+
+
+def test_what_the_pages_say_of_the_founding_runs() -> None:
+    """The figures in their sentences, from the run files."""
+    runs = load(committed("founding"))
+    readme, log = (" ".join(page.read_text(encoding="utf-8").split()) for page in PAGES[:2])
+    summary = stats.summarise(runs).set_index(["variant", "seed"])
+    last = runs.evals.sort_values("step").groupby(["variant", "seed"])[runs.primary_column].last()
+    counts = samples.matching(runs, *samples.BOTH_STEPS).frame.set_index(["step", "variant", "seed"]).loc[251]
+    two_steps = counts["hits"] / counts["n"] > 0.5
+    odd = ("full_reverse_kl", 1)
+    assert min(last[two_steps[two_steps].index.drop(odd)]) > 0.92 and max(last[two_steps[~two_steps].index]) < 0.44
+    assert two_steps[odd] and f"first step is mostly wrong ({last[odd]:.2f})" in readme
+
+    def reached(*variants: str) -> tuple[int, int]:
+        good = [last[key] > 0.92 for key in last.index if key[0] in variants]
+        return sum(good), len(good)
+
+    forward, reverse = ("reference", "exact_forward_kl"), ("k3_is", "exact_reverse_kl")
+    assert [reached(*names) for names in (forward, reverse, ("full_reverse_kl", "forward_kl"))] == [
+        (5, 5),
+        (4, 6),
+        (0, 6),
+    ]
+    p = distributions.fisher_exact([[4, 2], [0, 6]]).pvalue
+    assert f"p = {p:.2f}" in readme and f"p = {p:.2f} by Fisher's test" in log
+
+    learned = summary[last.reindex(summary.index) > 0.9]["kl_exact/forward"]
+    spans = (learned[[key[0] in names for key in learned.index]] for names in (reverse, forward))
+    assert " against ".join(f"{kl.min():.2f} to {kl.max():.2f}" for kl in spans) in log
+
+    asked = re.compile(r"What is (\d+ [-+] \d+) [-+] \d+\?[^?\n]*\n.*<reasoning>\1 ([-+] \d+) = (-?\d+) \2 = -?\d+")
+    stored = load_rollouts(runs.directory, "full_reverse_kl-seed1", 251, columns=["prompt", "completion"]).astype(str)
+    found = [match for row in stored.itertuples(index=False) if (match := asked.search("\n".join(row)))]
+    wrong = sum(_value(match[1]) != int(match[3]) for match in found)
+    assert f"the first step wrong in {wrong} of {len(found)}" in log
+
+
+def _value(term: str) -> int:
+    left, sign, right = term.split()
+    return int(left) + (int(right) if sign == "+" else -int(right))
+
+
+def test_the_kernels_of_a_decode_step_add_up_to_what_is_said() -> None:
+    page = (ROOT / "experiments" / "results" / "rollout" / "README.md").read_text(encoding="utf-8")
+    kernels = [  # without the operators, whose kernels are listed too
+        row for row in measured("rollout/h200", "decode")["kernels"] if not re.fullmatch(r"\w+::\w+", row["name"])
+    ]
+
+    def ms(*parts: str) -> str:
+        return f"{sum(row['us'] for row in kernels if any(part in row['name'] for part in parts)) / 1e3:.2f}"
+
+    fill, shrink, expand = ms("FillFunctor<float>"), ms("lora_shrink"), ms("lora_expand")
+    assert f"fill {fill}, shrink {shrink}, expand {expand} | {ms('FillFunctor<float>', 'lora_')} |" in page
+    assert f"about 780 kernels of {ms('')} ms" in page and 775 < sum(row["a_token"] for row in kernels) < 785
 
 
 def measured(folder: str, file: str) -> dict:

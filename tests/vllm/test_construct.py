@@ -14,6 +14,7 @@ from ablate.errors import ConfigError
         ("vllm.max_num_seqs=x", r"vllm\.max_num_seqs=x: EngineArgs takes int"),
         ("vllm.kv_cache_dtype=fp9", r"vllm\.kv_cache_dtype=fp9: EngineArgs takes Literal\['auto'.*'fp8'"),
         ("vllm.enforce_eager=maybe", r"vllm\.enforce_eager=maybe: EngineArgs takes bool"),
+        ("vllm.share_weights=1", r"^vllm\.share_weights=1: it takes true or false"),
         ("vllm.dtype=float16", r"vllm\.dtype cannot be set: it follows from train\.dtype"),
         ("vllm.compilation_config={levle: 3}", r"vllm\.compilation_config=.*levle"),
     ],
